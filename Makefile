@@ -1,0 +1,48 @@
+# Needs only make and Python 3.11 or newer; everything else goes into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CODE := src tests examples demo bench
+
+.PHONY: help setup lint test test-fast demo bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make setup      a virtual environment in $(VENV) with evenstep and all it needs"
+	@echo "make demo       trains digits on 1, 2 and 3 processes, once killed and resumed: one model (3 minutes)"
+	@echo "make test       lint, types, layers and the whole test suite"
+	@echo "make test-fast  the test suite without the tests marked slow"
+	@echo "make bench      speed and memory against hand-written DDP and torchrun"
+
+# Runs again only when what is to be installed has changed.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setup: installing into $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "evenstep needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	@touch $@
+
+setup: $(STAMP)
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check $(CODE)
+	$(BIN)/python -m ruff format --check $(CODE)
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -m 'not slow'
+
+demo: $(STAMP)
+	@$(BIN)/python demo/demo.py
+
+bench: $(STAMP)
+	@$(BIN)/python -m bench
+
+clean:
+	rm -rf $(VENV) build runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,58 @@
+"""Exact distributed PyTorch training: one script, one global batch, any number of processes, one result.
+
+The public names load lazily, so that the command line does not pay for importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from evenstep.errors import (
+    CheckpointError,
+    DataError,
+    EvenstepError,
+    IdentityError,
+    LossError,
+    MachineError,
+    MismatchError,
+    PeerFailed,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from evenstep.train.run import Run, start
+    from evenstep.train.step import Step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "DataError",
+    "EvenstepError",
+    "IdentityError",
+    "LossError",
+    "MachineError",
+    "MismatchError",
+    "PeerFailed",
+    "Run",
+    "Step",
+    "UsageError",
+    "__version__",
+    "start",
+]
+
+# Name -> the module that has it; these import torch.
+_LAZY = {"Run": "evenstep.train.run", "Step": "evenstep.train.step", "start": "evenstep.train.run"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
