@@ -1,0 +1,235 @@
+"""What a loss function must be: (sum over samples, weight) of one micro-batch, and additive over samples."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.errors import LossError, UsageError
+
+LossFn = Callable[..., Any]
+
+FORM = """def loss_fn(model, batch):                     # one micro-batch -> (sum over its samples, weight)
+            inputs, targets = batch
+            loss = F.cross_entropy(model(inputs), targets, reduction="sum")
+            return loss, len(targets)
+
+        result = step.backward(loss_fn)                # in place of loss.backward()"""
+
+_DRAWS = 8  # evaluations of a loss that draws random numbers, to compare its mean with that of its halves
+_ROUNDING = 5e-3  # relative; far above what other kernel shapes change, far below what a mean does
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """The loss of one micro-batch: `total` has the graph; the numbers are float64."""
+
+    total: Tensor
+    value: float
+    weight: float | None  # None: the loss is normalised already, its sum is taken as it is
+    metrics: Mapping[str, tuple[float, float]]
+
+
+def refuse_tensor(loss_fn: object) -> None:
+    """LossError, with the form to use, for anything that cannot be called."""
+    if isinstance(loss_fn, Tensor):
+        raise LossError(
+            "step.backward got a tensor; it takes the function that computes the loss of one micro-batch, "
+            "since evenstep decides which process computes which micro-batch",
+            do=f"write\n\n        {FORM}",
+        )
+    if not callable(loss_fn):
+        raise LossError(f"step.backward got {type(loss_fn).__name__}, expected a function", do=f"write\n\n        {FORM}")
+
+
+def leaf(returned: object, index: int) -> Leaf:
+    """Checks what a loss function returned for micro-batch `index`. LossError says what is wrong with it."""
+    where = f"the loss function returned, for micro-batch {index}, "
+    if isinstance(returned, Tensor) or not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
+        said = f"a {_kind(returned)} alone" if isinstance(returned, Tensor) else _kind(returned)
+        raise LossError(
+            f"{where}{said}; expected (sum over samples, weight)",
+            do="return the sum and what it is to be divided by: `return loss * n, n` where loss is the mean of n "
+            "samples (or tokens), or use reduction='sum' and `return loss, n`",
+        )
+    total, weight = returned[0], returned[1]
+    if not isinstance(total, Tensor):
+        raise LossError(f"{where}a sum that is a {_kind(total)}; expected a tensor", do="return the loss before .item()")
+    if total.numel() != 1:
+        raise LossError(
+            f"{where}a sum of shape {tuple(total.shape)}; expected one number",
+            do="add up over the samples: loss.sum(), or reduction='sum'",
+        )
+    if total.is_complex() or not total.is_floating_point():
+        raise LossError(f"{where}a sum of dtype {total.dtype}; expected a real floating-point number")
+    number = None if weight is None else _number(weight, f"{where}a weight that is ")
+    if number is not None and (not math.isfinite(number) or number < 0):
+        raise LossError(
+            f"{where}the weight {number}; expected a finite number that is not negative",
+            do="return how many samples (or tokens, or their weights' sum) the loss was added up over",
+        )
+    metrics = returned[2] if len(returned) == 3 else {}
+    if not isinstance(metrics, Mapping):
+        raise LossError(f"{where}as third item a {_kind(metrics)}; expected a dict {{name: (sum, weight)}}")
+    return Leaf(total, float(total.detach()), number, {str(k): _pair(v, f"{where}as metric {k!r} ") for k, v in metrics.items()})
+
+
+def _pair(value: object, where: str) -> tuple[float, float]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise LossError(f"{where}a {_kind(value)}; expected (sum, weight)", do="return {name: (sum, weight)}")
+    return _number(value[0], where), _number(value[1], where)
+
+
+def _number(value: object, where: str) -> float:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise LossError(f"{where}a tensor of shape {tuple(value.shape)}; expected one number")
+        return float(value.detach())
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise LossError(f"{where}a {_kind(value)}; expected a number") from error
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__
+
+
+def check_additive(
+    evaluate: Callable[[Any, int], tuple[float, float | None]], batch: object, halves: Sequence[object]
+) -> None:
+    """LossError unless the loss of `batch` is the sum of the losses of its two halves.
+
+    `evaluate(batch, draw)` gives (sum, weight), with random numbers keyed by `draw`. A loss that draws random numbers
+    (noise, time steps) is compared in the mean over some draws.
+    """
+    whole = [evaluate(batch, 0), evaluate(batch, 1)]
+    parts = [[evaluate(half, draw) for half in halves] for draw in (0, 1)]
+    _check_weights(whole[0][1], [w for _, w in parts[0]])
+    random = whole[0][0] != whole[1][0] or parts[0] != parts[1]
+    if random:
+        whole += [evaluate(batch, draw) for draw in range(2, _DRAWS)]
+        parts += [[evaluate(half, draw) for half in halves] for draw in range(2, _DRAWS)]
+    wholes = [value for value, _ in whole]
+    sums = [sum(value for value, _ in part) for part in parts]
+    if not all(map(math.isfinite, wholes + sums)):
+        return  # nothing can be said
+    gap = abs(statistics.fmean(wholes) - statistics.fmean(sums))
+    size = max(statistics.fmean(map(abs, wholes)), statistics.fmean(sum(abs(v) for v, _ in p) for p in parts))
+    spread = 0.0
+    if random:
+        spread = 8 * math.sqrt((statistics.variance(wholes) + statistics.variance(sums)) / len(wholes))
+    if gap > _ROUNDING * size + spread:
+        raise LossError(
+            f"the loss is not additive over samples: one micro-batch gives {statistics.fmean(wholes):.6g}, "
+            f"its two halves give {statistics.fmean(sums):.6g} together",
+            do="return a sum over samples, not a mean (reduction='sum', or `loss * n, n`); put a term that does not "
+            "depend on samples (weight decay) into the optimizer, or multiply it by the weight; a loss that compares "
+            "the samples of a batch with each other (contrastive) cannot be split into micro-batches like this",
+        )
+
+
+def _check_weights(whole: float | None, parts: Sequence[float | None]) -> None:
+    if whole is None or any(w is None for w in parts):
+        return
+    total = sum(w for w in parts if w is not None)
+    if abs(whole - total) > 1e-6 * max(abs(whole), abs(total)):
+        raise LossError(
+            f"the weight is not additive over samples: one micro-batch gives {whole:g}, its two halves give {total:g}",
+            do="return how many samples (or tokens) the loss was added up over, and the sum over them",
+        )
+
+
+# ---- models
+
+
+def refuse_batch_statistics(models: Sequence[nn.Module]) -> None:
+    """UsageError for layers that would take their statistics from one process's share, before anything is computed."""
+    for model in models:
+        for name, module in model.named_modules():
+            if not module.training:
+                continue
+            kind = type(module).__name__
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                raise UsageError(
+                    f"{name or 'the model'} is a {kind} in training mode: its running statistics would depend on "
+                    "which process computes which micro-batch",
+                    do=f"use nn.GroupNorm or nn.LayerNorm, or freeze it with model.{name}.eval() before each step",
+                )
+            if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+                raise UsageError(
+                    f"{name or 'the model'} is a {kind} that tracks running statistics, which would depend on which "
+                    "process computes which micro-batch",
+                    do="use track_running_stats=False",
+                )
+
+
+def buffer_versions(models: Sequence[nn.Module]) -> list[tuple[str, Tensor, int]]:
+    """Every buffer with its count of writes."""
+    return [(name, b, b._version) for model in models for name, b in model.named_buffers()]
+
+
+def refuse_written_buffers(before: Sequence[tuple[str, Tensor, int]], models: Sequence[nn.Module]) -> None:
+    """UsageError that names the buffers which a training forward wrote or replaced."""
+    now = {name: (b, version) for name, b, version in buffer_versions(models)}
+    wrote = [name for name, b, version in before if name in now and (now[name][0] is not b or now[name][1] != version)]
+    if wrote:
+        raise UsageError(
+            f"the forward pass writes the model's own state in training: {', '.join(wrote)}. On several processes each "
+            "would write what its own micro-batches give",
+            do="update it once a step, outside the loss function, from values that step.backward returns; "
+            "or put the layer into eval mode (spectral_norm, statistics of normalisation layers)",
+        )
+
+
+@contextmanager
+def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Eval mode without gradients; afterwards every module is in the mode it was in."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def naming_nondeterministic() -> Iterator[None]:
+    """Collects every operation without a deterministic form, and refuses them in one UsageError at the end."""
+    if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(True)
+    found: dict[str, str] = {}
+    for warning in caught:
+        text = str(warning.message)
+        if "does not have a deterministic implementation" in text:
+            found.setdefault(text.split(" does not have")[0], f"{warning.filename}:{warning.lineno}")
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    if found:
+        raise UsageError(
+            "operations without a deterministic form: " + "; ".join(f"{op} ({place})" for op, place in found.items()),
+            do="replace them, or give up exactness with exact=False (--no-exact)",
+        )

@@ -1,0 +1,113 @@
+"""Where all processes meet: every call of evenstep that they must reach together, checked before anything is combined.
+
+Each meeting starts with one fixed-size exchange over the control group, whatever the call. So two processes that are
+at different calls always meet, learn so, and say both lines of code, instead of waiting for each other for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from evenstep.errors import MismatchError, PeerFailed
+
+_HEADER = 32  # bytes: 16 of the call's hash, 8 of the payload's length, 8 spare
+_DETAIL = 2048  # bytes of JSON that say what a process is at, sent only when calls differ
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def call_site() -> str:
+    """`file.py:line` of the user's code that called evenstep."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """`rank 0`, `ranks 1, 2`, or `ranks 1 to 7`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 3 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))
+
+
+@dataclass
+class Meeting:
+    """The processes of a run and the group over which they exchange small things. `group` is None for one process."""
+
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup | None = None
+    last: str = field(default="the start of the script", init=False)  # what was reached last, for messages
+
+    def exchange(
+        self, kind: str, payload: bytes = b"", *, signature: str = "", site: str | None = None
+    ) -> list[bytes]:
+        """Each process's `payload`, by rank. Payloads may differ in length.
+
+        Every process must be at the same `kind`, `signature` and line of the user's code (`site`, found by itself
+        where None); else every process gets a MismatchError that names ranks, calls and lines. A process that has
+        gone gives PeerFailed.
+        """
+        site = call_site() if site is None else site
+        self.last = f"{kind} ({site})"
+        if self.group is None:
+            return [payload]
+        try:
+            return self._exchange(kind, payload, signature, site)
+        except RuntimeError as error:
+            if isinstance(error, PeerFailed):
+                raise
+            raise PeerFailed(
+                f"rank {self.rank} lost contact with another process while all met at {self.last}",
+                do="see the log of the process that ended first",
+            ) from error
+
+    def _exchange(self, kind: str, payload: bytes, signature: str, site: str) -> list[bytes]:
+        digest = hashlib.blake2b("\0".join((kind, signature, site)).encode(), digest_size=16).digest()
+        header = digest + len(payload).to_bytes(8, "little") + bytes(8)
+        headers = self._gather(header, _HEADER)
+        if any(other[:16] != digest for other in headers):
+            detail = json.dumps({"kind": kind, "signature": signature[:900], "site": site[:200]}).encode()
+            raise _mismatch([json.loads(d.rstrip(b"\0")) for d in self._gather(detail, _DETAIL)])
+        lengths = [int.from_bytes(other[16:24], "little") for other in headers]
+        longest = max(lengths)
+        if longest == 0:
+            return [b""] * self.world_size
+        return [data[:n] for data, n in zip(self._gather(payload, longest), lengths, strict=True)]
+
+    def _gather(self, data: bytes, size: int) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        out = torch.empty(self.world_size * size, dtype=torch.uint8)
+        dist.all_gather_single(out, mine, group=self.group)
+        raw = out.numpy().tobytes()
+        return [raw[r * size : (r + 1) * size] for r in range(self.world_size)]
+
+
+def _mismatch(calls: list[dict[str, str]]) -> MismatchError:
+    places: dict[str, list[int]] = {}
+    same_call = len({(c["kind"], c["site"]) for c in calls}) == 1
+    for rank, call in enumerate(calls):
+        text = f"{call['kind']} ({call['site']})"
+        if call["signature"] and same_call:
+            text = call["signature"]
+        places.setdefault(text, []).append(rank)
+    said = [f"{ranks_text(ranks)}: {text}" for text, ranks in places.items()]
+    if same_call:
+        what = f"the processes called {calls[0]['kind']} ({calls[0]['site']}) with different things"
+        do = "give the same structure, shapes, dtypes and operation on every process"
+    else:
+        what = "the processes are at different calls"
+        do = (
+            "every process must reach the same calls of evenstep in the same order: take the call out of "
+            "`if rank == 0` (or out of a loop that ends earlier on some processes), and keep only the print inside"
+        )
+    return MismatchError(what + "\n    " + "\n    ".join(said), do=do)

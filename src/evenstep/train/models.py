@@ -1,0 +1,108 @@
+"""The models of a run: their names, their parameters, and that they begin the same on every process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from evenstep.errors import UsageError
+from evenstep.train.meeting import Meeting, ranks_text
+from evenstep.train.randomness import Randomness
+
+
+class Models:
+    """The models that were given to `run.prepare`, in that order."""
+
+    def __init__(self, meeting: Meeting, randomness: Randomness, device: torch.device) -> None:
+        self.all: list[nn.Module] = []
+        self.first_step = 0  # the first step that this process does; its checks are done there
+        self._meeting, self._randomness, self._device = meeting, randomness, device
+        self._known: dict[int, tuple[nn.Parameter, ...]] = {}
+        self._named: dict[int, list[tuple[str, nn.Parameter]]] = {}
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Moves the model to the device and adopts it. UsageError where it cannot be trained like this."""
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"prepare got {type(model).__name__}, expected a torch.nn.Module",
+                do="prepare the model alone; optimizers and schedulers are made from it afterwards, and given to restore",
+            )
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise UsageError(
+                f"prepare got a {type(model).__name__}", do="give the bare module: evenstep reduces its gradients itself"
+            )
+        if any(model is m for m in self.all):
+            return model
+        lazy = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+        if lazy:
+            raise UsageError(f"{lazy[0]} has no shape yet (a lazy module)", do="run one forward before prepare")
+        model.to(self._device)
+        names = [f"{type(m).__name__} {k}" for k, m in enumerate(self.all)]
+        name = f"{type(model).__name__} {len(names)}"
+        self._check_equal(model, name)
+        self._randomness.key_blocks(model, str(len(self.all)))
+        self.all.append(model)
+        return model
+
+    def chosen(self, models: Sequence[nn.Module]) -> list[nn.Module]:
+        """The models of a call: those given, else all. UsageError for one that was not prepared."""
+        if not self.all:
+            raise UsageError("no model was prepared", do="model = run.prepare(Net()) before the loop")
+        for model in models:
+            if not any(model is m for m in self.all):
+                raise UsageError(f"a {type(model).__name__} was given that was not prepared", do="model = run.prepare(model)")
+        return list(models) if models else list(self.all)
+
+    def names(self) -> list[str]:
+        """A name for each model: '' where there is one, else its class and place."""
+        if len(self.all) == 1:
+            return [""]
+        kinds = [type(m).__name__ for m in self.all]
+        return [kind if kinds.count(kind) == 1 else f"{kind}{k}" for k, kind in enumerate(kinds)]
+
+    def parameters(self, models: Sequence[nn.Module] | None = None) -> list[tuple[str, nn.Parameter]]:
+        """Each parameter once, by name, in the order of the models. New ones of a changed model are found."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, model in zip(self.names(), self.all, strict=True):
+            if models is not None and not any(model is m for m in models):
+                continue
+            for parameter_name, p in self._parameters(model):
+                found.setdefault(id(p), (f"{name}.{parameter_name}".lstrip("."), p))
+        return list(found.values())
+
+    def _parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        now = tuple(model.parameters())
+        before = self._known.get(id(model), ())
+        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+            self._known[id(model)] = now
+            self._named[id(model)] = list(model.named_parameters())
+        return self._named[id(model)]
+
+    def _check_equal(self, model: nn.Module, name: str) -> None:
+        """UsageError on every process where a parameter or buffer differs between processes, naming the first."""
+        if self._meeting.world_size == 1:
+            return
+        mine = {key: _hash(value) for key, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+        answers = [json.loads(a) for a in self._meeting.exchange("prepare", json.dumps(mine).encode(), signature=name)]
+        for key in dict.fromkeys(key for answer in answers for key in answer):
+            values: dict[str, list[int]] = {}
+            for rank, answer in enumerate(answers):
+                values.setdefault(answer.get(key, "missing"), []).append(rank)
+            if len(values) > 1:
+                raise UsageError(
+                    f"{key} of {type(model).__name__} is not the same on every process at the start ("
+                    + " and ".join(ranks_text(ranks) for ranks in values.values())
+                    + " differ)",
+                    do="make the model after evenstep.start(), which seeds the generators; draw no random numbers that "
+                    "depend on the rank or the time; load weights on every process",
+                )
+
+
+def _hash(value: torch.Tensor) -> str:
+    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
+    about = f"{value.dtype} {tuple(value.shape)} "
+    return hashlib.blake2b(about.encode() + raw.numpy().tobytes(), digest_size=8).hexdigest()

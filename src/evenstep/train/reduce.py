@@ -1,0 +1,500 @@
+"""The exact sum of gradients over micro-batches and processes.
+
+Each micro-batch's gradients are a leaf of the fixed tree of `plan.tree`. A process adds the leaves of its share into
+whole subtrees; across processes the subtree sums of a bucket are exchanged (all-to-all of parts, the tree over them,
+all-gather: the bytes of a ring all-reduce), so who computed a leaf changes no bit. Buckets leave while the backward of
+the share's last micro-batch still runs: from a communication thread on the CPU, on a side stream on a GPU.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evenstep.errors import EvenstepError, LossError, PeerFailed, UsageError
+from evenstep.plan.tree import Node, combine, subtrees
+
+FIRST_BUCKET = 1 << 20  # bytes; small, so that communication starts early
+BUCKET = 25 << 20  # bytes
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+class Lane:
+    """One thread that runs pieces of work in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="evenstep-communication", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._queue.put(work)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+            del work  # it holds gradients
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients travel together, flat, each in the memory order of its parameter.
+
+    Behind them stand one flag a parameter (was it used by any micro-batch?) and one that says that a process failed.
+    """
+
+    params: list[torch.nn.Parameter]
+    first: int  # index of params[0] among the parameters of the reduction
+    elements: int
+    out: Tensor | None = field(default=None, repr=False)  # the memory that the last step's .grad are views of
+
+    @property
+    def length(self) -> int:
+        return self.elements + len(self.params) + 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _real_dtype(self.params[0])
+
+    def views(self, flat: Tensor) -> Iterator[Tensor]:
+        """A view of `flat` for each parameter, in its shape and, where it is dense, with its strides."""
+        start = 0
+        for p in self.params:
+            stop = start + _reals(p)
+            piece = flat[start:stop]
+            if p.is_complex():
+                piece = torch.view_as_complex(piece.view(-1, 2))
+            yield piece.as_strided(p.size(), p.stride(), piece.storage_offset()) if _dense(p) else piece.view(p.size())
+            start = stop
+
+    def memory(self, length: int) -> Tensor:
+        """Memory for this step's gradients: that of the last step unless somebody still holds a view of it."""
+        out = self.out
+        if out is not None and out.numel() == length:
+            storage = out.untyped_storage()
+            if torch._C._storage_Use_Count(storage._cdata) <= 2:  # `out` and `storage`
+                return out
+        self.out = torch.zeros(length, dtype=self.dtype, device=self.params[0].device)
+        return self.out
+
+
+class Reducer:
+    """Hooks and memory that last over steps. One for a run; `start` begins the reduction of one backward."""
+
+    def __init__(
+        self, rank: int, world_size: int, group: dist.ProcessGroup | None, device: torch.device, exact: bool
+    ) -> None:
+        self.rank, self.world_size, self.group, self.exact = rank, world_size, group, exact
+        self.lane = Lane() if world_size > 1 else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and world_size > 1 else None
+        self.active: Reduction | None = None
+        self.names: dict[int, str] = {}  # id of a parameter -> name
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self._buckets: dict[tuple[int, ...], list[Bucket]] = {}
+        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def watch(self, named: Named) -> None:
+        """Hooks for the parameters that require a gradient now (freezing and unfreezing need no word of the user)."""
+        for name, p in named:
+            if p.requires_grad and id(p) not in self._hooks:
+                self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._ready)
+                self.names[id(p)] = name
+
+    def start(self, named: Named, leaves: int, shares: Sequence[range]) -> Reduction:
+        """Begins a reduction of the gradients of `named` over micro-batches 0..leaves-1; shares[r] are those of rank r."""
+        trained = [(name, p) for name, p in reversed(named) if p.requires_grad]  # about as backward reaches them
+        if not trained:
+            raise UsageError(
+                "no parameter of the model requires a gradient",
+                do="unfreeze a parameter, or leave step.backward out",
+            )
+        self.active = Reduction(self, trained, leaves, shares)
+        return self.active
+
+    def buckets(self, params: list[torch.nn.Parameter]) -> list[Bucket]:
+        key = tuple(map(id, params))
+        if key not in self._buckets:
+            old = [k for k in self._buckets if not set(k).isdisjoint(key)]
+            for k in old:  # frozen or unfrozen since: the old buckets' memory goes
+                del self._buckets[k]
+            self._buckets[key] = _fill_buckets(params)
+        return self._buckets[key]
+
+    def scratch(self, name: str, length: int, like: Bucket) -> Tensor:
+        """Memory that is used within one bucket's turn only."""
+        key = (name, like.dtype)
+        have = self._scratch.get(key)
+        if have is None or have.numel() < length:
+            have = self._scratch[key] = torch.zeros(length, dtype=like.dtype, device=like.params[0].device)
+        return have[:length]
+
+    def close(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        if self.lane is not None:
+            self.lane.close()
+            self.lane = None
+
+    def _ready(self, p: Tensor) -> None:
+        if self.active is not None:
+            self.active.ready(p)
+
+
+class Reduction:
+    """The gradients of one `step.backward`: from the first micro-batch's backward to the mean in every `.grad`.
+
+    Calls, in this order: for each micro-batch of the share `leaf_done` after its backward; `open` once, before the
+    last backward (or at once where the share is empty); then `finish`, or `fail` from wherever an error came up.
+    Nothing but these changes `.grad`, and `.grad` from before is put back by a failure.
+    """
+
+    def __init__(self, owner: Reducer, named: Named, leaves: int, shares: Sequence[range]) -> None:
+        self.owner = owner
+        self.params = [p for _, p in named]
+        self.index = {id(p): k for k, p in enumerate(self.params)}
+        self.names = [name for name, _ in named]
+        self.kept = [p.grad for p in self.params]
+        for p in self.params:
+            p.grad = None
+        self.leaves, self.share = leaves, shares[owner.rank]
+        self.nodes = [subtrees(s) for s in shares]
+        self.position = self.share.start
+        self.stack: list[tuple[Node, list[Tensor | None]]] = []
+        self.fired: set[int] = set()
+        self.buckets = list(owner.buckets(self.params)) if owner.world_size > 1 else []
+        self.left = [len(b.params) for b in self.buckets]
+        self.bucket_of = [k for k, b in enumerate(self.buckets) for _ in b.params]
+        self.launched = 0
+        self.last = False  # the share's last micro-batch is under way: full buckets leave
+        self.opened = False
+        self.failed = False
+        self.divisor: float | None = None
+        self.error: BaseException | None = None  # from the communication thread
+        self.met = threading.Event()
+
+    # ---- in order of a step
+
+    def ready(self, p: Tensor) -> None:
+        """A parameter's gradient of this micro-batch is whole. Called by autograd."""
+        k = self.index.get(id(p))
+        if k is None:
+            name = self.owner.names.get(id(p), "a parameter")
+            raise LossError(
+                f"the loss gave a gradient to {name}, whose model was not given to step.backward",
+                do="give every model that the loss trains: step.backward(loss_fn, first, second); "
+                "use .detach() or requires_grad_(False) for one that it only passes through",
+            )
+        if k in self.fired:
+            raise LossError(
+                f"{self.names[k]} got its gradient in two parts within one backward (reentrant activation checkpointing)",
+                do="use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+            )
+        self.fired.add(k)
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise LossError(
+                f"{self.names[k]} has a sparse gradient, which cannot be summed in the fixed tree",
+                do="use nn.Embedding(..., sparse=False)",
+            )
+        if self.last and self.buckets:
+            self.left[self.bucket_of[k]] -= 1
+            while self.launched < len(self.buckets) and self.left[self.launched] == 0:
+                self._launch()
+
+    def open(self, meet: Callable[[], float | None]) -> None:
+        """Before the last backward of the share: `meet` exchanges losses and weights with the other processes and
+        returns what the gradients are to be divided by (None: nothing). Where it raises, no bucket travels."""
+        self.opened = self.last = True
+        if self.owner.lane is None:
+            self.divisor = meet()
+            return
+
+        def work() -> None:
+            try:
+                self.divisor = meet()
+            except BaseException as error:
+                self.error = error
+            self.met.set()
+
+        self.owner.lane.submit(work)
+
+    def leaf_done(self) -> None:
+        """After the backward of each micro-batch of the share."""
+        i = self.position
+        self.position += 1
+        self.fired.clear()
+        if self.last or not self.owner.exact:
+            return  # the last leaf stays in .grad; without exactness autograd adds them all up there
+        if i % 2 == 0 and i + 1 < self.share.stop:
+            return  # a left child: autograd adds its sibling to it, in place
+        paired = i % 2 == 1 and i > self.share.start
+        self._push(Node(1, i >> 1) if paired else Node(0, i), self._take())
+
+    def finish(self, tell: Callable[[], EvenstepError]) -> None:
+        """Waits for the other processes and puts the mean gradient into every `.grad` (None where unused).
+
+        Where another process failed in its last backward, `tell` finds out which and why."""
+        if self.owner.lane is None:
+            grads = self._alone()
+        else:
+            while self.launched < len(self.buckets):
+                self._launch()
+            self._wait()
+            if self.error is not None:
+                self.put_back()
+                raise self.error
+            grads = self._collect()
+            if grads is None:
+                self.put_back()
+                raise tell()
+        self.owner.active = None
+        for p, kept, grad in zip(self.params, self.kept, grads, strict=True):
+            p.grad = grad if kept is None else kept if grad is None else kept.add_(grad)
+
+    def fail(self, meet: Callable[[], object], tell: Callable[[], object]) -> None:
+        """An error came up in this process: go through the motions, so that no other process waits for it for ever.
+
+        `meet` tells the others where `open` has not been called yet; else the failed flag of the buckets does, and
+        `tell` says why."""
+        self.failed = True
+        try:
+            if not self.opened:
+                meet()
+            elif self.owner.lane is not None:
+                self.stack.clear()
+                while self.launched < len(self.buckets):
+                    self._launch()
+                self._wait()
+                if self.error is None:
+                    tell()
+        except EvenstepError:
+            pass  # the others are gone or know already; this process's own error is what counts
+        self.put_back()
+
+    # ---- the leaves of this process
+
+    def _take(self) -> list[Tensor | None]:
+        grads = [p.grad for p in self.params]
+        for p in self.params:
+            p.grad = None
+        return grads
+
+    def _push(self, node: Node, grads: list[Tensor | None]) -> None:
+        while self.stack and node.index % 2 == 1 and self.stack[-1][0] == Node(node.level, node.index - 1):
+            _, left = self.stack.pop()
+            grads = _added(left, grads)
+            node = Node(node.level + 1, node.index >> 1)
+        self.stack.append((node, grads))
+
+    def _alone(self) -> list[Tensor | None]:
+        total = self._take()
+        for _, left in reversed(self.stack):
+            total = _added(left, total)
+        self.stack.clear()
+        there = [g for g in total if g is not None]
+        if there and self.divisor is not None:
+            torch._foreach_div_(there, self.divisor)
+        if there and self.owner.exact:
+            torch._foreach_add_(there, 0.0)
+        return total
+
+    # ---- buckets
+
+    def _launch(self) -> None:
+        k = self.launched
+        self.launched += 1
+        bucket = self.buckets[k]
+        inside = slice(bucket.first, bucket.first + len(bucket.params))
+        rows = self._rows(inside)
+        if self.owner.stream is None:
+            assert self.owner.lane is not None
+            self.owner.lane.submit(lambda: self._guarded(bucket, rows))
+        else:
+            self._on_stream(self.owner.stream, bucket, rows)
+
+    def _rows(self, inside: slice) -> list[list[list[Tensor]]]:
+        """For each whole subtree of the share, for each parameter of a bucket: what is to be added, rightmost first."""
+        params = self.params[inside]
+        grads = [p.grad for p in params]
+        for p in params:
+            p.grad = None
+        nodes = self.nodes[self.owner.rank]
+        if not self.owner.exact:
+            nodes = nodes[-1:]  # one sum
+        if not nodes:
+            return []
+        rows: list[list[list[Tensor]]] = [[[] for _ in params] for _ in nodes]
+        if self.failed:
+            return rows
+        for k, grad in enumerate(grads):
+            if grad is not None:
+                rows[-1][k].append(grad)
+        whole = {node: r for r, node in enumerate(nodes[:-1])}
+        for node, entry in reversed(self.stack):
+            row = rows[whole.get(node, -1)]
+            for k, grad in enumerate(entry[inside]):
+                if grad is not None:
+                    row[k].append(grad)
+            entry[inside] = [None] * len(params)
+        return rows
+
+    def _guarded(self, bucket: Bucket, rows: list[list[list[Tensor]]]) -> None:
+        if self.error is None:
+            try:
+                self._reduce(bucket, rows)
+            except BaseException as error:
+                self.error = _lost(error)
+
+    def _on_stream(self, stream: torch.cuda.Stream, bucket: Bucket, rows: list[list[list[Tensor]]]) -> None:
+        self.met.wait()
+        stream.wait_stream(torch.cuda.current_stream())
+        for row in rows:
+            for parts in row:
+                for part in parts:
+                    part.record_stream(stream)
+        with torch.cuda.stream(stream):
+            self._guarded(bucket, rows)
+
+    def _reduce(self, bucket: Bucket, rows: list[list[list[Tensor]]]) -> None:
+        if self.owner.exact:
+            self._reduce_exact(bucket, rows)
+        else:
+            out = bucket.memory(bucket.length)
+            self._fold(bucket, out, rows[0] if rows else [[] for _ in bucket.params])
+            dist.all_reduce(out, group=self.owner.group)
+            if self.divisor is not None:
+                out[: bucket.elements].div_(self.divisor)
+
+    def _reduce_exact(self, bucket: Bucket, rows: list[list[list[Tensor]]]) -> None:
+        owner, world = self.owner, self.owner.world_size
+        chunk = -(-bucket.length // world)
+        out = bucket.memory(world * chunk)
+        if len(rows) == 1:
+            self._fold(bucket, out, rows[0])
+            send = out
+        elif rows:
+            stage = owner.scratch("stage", len(rows) * world * chunk, bucket).view(len(rows), world * chunk)
+            for flat, row in zip(stage, rows, strict=True):
+                self._fold(bucket, flat, row)
+            send = owner.scratch("send", stage.numel(), bucket)
+            send.view(world, len(rows), chunk).copy_(stage.view(len(rows), world, chunk).transpose(0, 1))
+        else:
+            send = out[:0]
+        sizes = [len(nodes) * chunk for nodes in self.nodes]
+        received = owner.scratch("received", sum(sizes), bucket)
+        dist.all_to_all_single(received, send, sizes, [len(rows) * chunk] * world, group=owner.group)
+        parts: dict[Node, Tensor] = {}
+        for nodes, block in zip(self.nodes, received.split(sizes), strict=True):
+            parts.update(zip(nodes, block.split(chunk) if nodes else (), strict=True))
+        total = combine(parts, self.leaves, Tensor.add_)
+        assert total is not None  # a step has at least one micro-batch
+        mean = total[: max(0, min(chunk, bucket.elements - owner.rank * chunk))]  # flags are not divided
+        if self.divisor is not None:
+            mean.div_(self.divisor)
+        mean.add_(0.0)  # -0.0 becomes 0.0: a leaf that is skipped and one that is zero leave different zeros
+        dist.all_gather_single(out, total, group=owner.group)
+
+    def _fold(self, bucket: Bucket, flat: Tensor, row: list[list[Tensor]]) -> None:
+        """Adds up each parameter's parts, from the right as in the tree, into its place; frees them on the way."""
+        flags = []
+        for view, parts in zip(bucket.views(flat), row, strict=True):
+            flags.append(float(bool(parts)))
+            if not parts:
+                view.zero_()
+            elif len(parts) == 1:
+                view.copy_(parts[0])
+            else:
+                torch.add(parts[1], parts[0], out=view)
+                for part in parts[2:]:
+                    view.add_(part)
+            parts.clear()
+        flags.append(float(self.failed))
+        flat[bucket.elements : bucket.length].copy_(torch.tensor(flags))
+
+    def _wait(self) -> None:
+        done = threading.Event()
+        assert self.owner.lane is not None
+        self.owner.lane.submit(done.set)
+        done.wait()
+        if self.owner.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.owner.stream)
+
+    def _collect(self) -> list[Tensor | None] | None:
+        """The gradients out of the buckets; None if some process failed."""
+        grads: list[Tensor | None] = []
+        for bucket in self.buckets:
+            assert bucket.out is not None
+            *used, failed = bucket.out[bucket.elements : bucket.length].tolist()
+            if bucket is self.buckets[-1] and failed:
+                return None
+            grads.extend(view if use else None for view, use in zip(bucket.views(bucket.out), used, strict=True))
+        return grads
+
+    def put_back(self) -> None:
+        self.owner.active = None
+        self.stack.clear()
+        for p, kept in zip(self.params, self.kept, strict=True):
+            p.grad = kept
+
+
+def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+    """left + right, in left's memory; a missing side passes the other through."""
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+
+
+def _lost(error: BaseException) -> BaseException:
+    if isinstance(error, RuntimeError) and not isinstance(error, PeerFailed):
+        lost = PeerFailed("lost contact with another process while gradients were summed",
+                          do="see the log of the process that ended first")
+        lost.__cause__ = error
+        return lost
+    return error
+
+
+def _fill_buckets(params: list[torch.nn.Parameter]) -> list[Bucket]:
+    """Fixed buckets in the order of `params`, of one dtype and device each."""
+    buckets: list[Bucket] = []
+    size, limit = 0, 0
+    for k, p in enumerate(params):
+        other = not buckets or (p.dtype, p.device) != (buckets[-1].params[0].dtype, buckets[-1].params[0].device)
+        if other or size >= limit:
+            limit = BUCKET if buckets else FIRST_BUCKET
+            buckets.append(Bucket([], k, 0))
+            size = 0
+        buckets[-1].params.append(p)
+        buckets[-1].elements += _reals(p)
+        size += p.numel() * p.element_size()
+    return buckets
+
+
+def _real_dtype(p: Tensor) -> torch.dtype:
+    return p.dtype.to_real() if p.is_complex() else p.dtype
+
+
+def _reals(p: Tensor) -> int:
+    return p.numel() * (2 if p.is_complex() else 1)
+
+
+def _dense(p: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlap, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(p.stride(), p.size(), strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,287 @@
+"""One optimizer step: the loss of every micro-batch of the global batch, and the mean gradient of them all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenstep.errors import EvenstepError, LossError, PeerFailed, UsageError
+from evenstep.plan.schedule import StepPlan
+from evenstep.plan.tree import share, tree_sum
+from evenstep.train.data import split_batch, to_device
+from evenstep.train.loss import (
+    Leaf,
+    LossFn,
+    buffer_versions,
+    check_additive,
+    evaluating,
+    leaf,
+    naming_nondeterministic,
+    refuse_batch_statistics,
+    refuse_tensor,
+    refuse_written_buffers,
+)
+from evenstep.train.meeting import Meeting, call_site
+from evenstep.train.models import Models
+from evenstep.train.randomness import Randomness
+from evenstep.train.reduce import Reducer
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `step.backward` found, equal on every process.
+
+    `loss` is the sum over the global batch divided by `weight` (the sum itself where the loss function gave the weight
+    None); `metrics` has the means of what the loss function gave as third item.
+    """
+
+    loss: float
+    weight: float | None
+    metrics: Mapping[str, float]
+
+
+class Step:
+    """One optimizer step of `run.steps`.
+
+    `number` counts from 0 over the whole run, `epoch` from 0; `ends_epoch` says that it is its epoch's last;
+    `samples` is the size of its global batch (smaller for a ragged last one).
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        batches: Iterator[Any],
+        models: Models,
+        reducer: Reducer,
+        randomness: Randomness,
+        meeting: Meeting,
+        device: torch.device,
+    ) -> None:
+        self.number, self.epoch, self.ends_epoch, self.samples = plan.number, plan.epoch, plan.ends_epoch, plan.samples
+        self.result: Result | None = None  # of the last call of backward
+        self._leaves = plan.micro_batches
+        self._shares = [share(self._leaves, meeting.world_size, rank) for rank in range(meeting.world_size)]
+        self._share = self._shares[meeting.rank]
+        self._source = batches
+        self._read: list[Any] = []
+        self._models, self._reducer, self._randomness = models, reducer, randomness
+        self._meeting, self._device = meeting, device
+        self._calls = 0
+
+    def backward(self, loss_fn: LossFn, *models: nn.Module) -> Result:
+        """Put the mean gradient of the global batch into `.grad` of every parameter (added to what is there, as
+        `Tensor.backward` does; None stays where no micro-batch used a parameter).
+
+        `loss_fn(*models, batch)` computes one micro-batch: it returns (sum over samples, weight), and as a third item,
+        if wanted, metrics {name: (sum, weight)}. `models` default to all that were prepared, in that order. The
+        gradient is that of the sum over the whole global batch, divided by the total weight; with the weight None it
+        is not divided. It may be called several times in a step, each with another loss.
+
+        Raises LossError for a loss that is not of this form or not additive over samples, and whatever `loss_fn`
+        raises. Then `.grad` is what it was before, on every process, and the step can be done again; the other
+        processes get PeerFailed.
+        """
+        refuse_tensor(loss_fn)
+        chosen = self._models.chosen(models)
+        call = self._calls
+        self._calls += 1
+        return _Backward(self, loss_fn, chosen, call, call_site()).run()
+
+    def total(self, fn: Callable[[Any], Any]) -> Any:
+        """The sums over the global batch of `fn(batch)`: a number, or a dict {name: number}. Equal on every process.
+
+        For a loss of several terms with denominators of their own: take the totals first, divide each term by its
+        total inside the loss function and return None as the weight.
+
+            totals = step.total(lambda batch: {"boxes": n_boxes(batch), "pixels": n_pixels(batch)})
+            step.backward(lambda model, batch: (boxes / totals["boxes"] + pixels / totals["pixels"], None))
+        """
+        error: Exception | None = None
+        rows: list[Any] = []
+        single = False
+        try:
+            with self._randomness.keyed():
+                for i in self._share:
+                    self._randomness.begin("total", self.number, self._calls, i)
+                    value = fn(self._batch(i))
+                    single = not isinstance(value, Mapping)
+                    named = {"": value} if single else value
+                    rows.append({str(name): float(v) for name, v in named.items()})
+        except Exception as caught:
+            error = caught
+        said = {"failed": None if error is None else _line(error), "rows": rows, "single": single}
+        answers = self._exchange("step.total", said, call_site())
+        if error is not None:
+            raise error
+        _refuse_failed(answers, self.number)
+        by_leaf: list[dict[str, float]] = [row for answer in answers for row in answer["rows"]]
+        names = list(dict.fromkeys(name for row in by_leaf for name in row))
+        sums = {name: tree_sum(row.get(name) for row in by_leaf) for name in names}
+        return sums[""] if any(a["single"] for a in answers) else sums
+
+    def _exchange(self, kind: str, said: object, site: str) -> list[Any]:
+        payload = json.dumps(said).encode()
+        return [json.loads(a) for a in self._meeting.exchange(kind, payload, signature=f"step {self.number}", site=site)]
+
+    def _batch(self, index: int) -> Any:
+        k = index - self._share.start
+        while len(self._read) <= k:
+            self._read.append(next(self._source))
+        return to_device(self._read[k], self._device)
+
+    def _close(self) -> None:
+        """What the loop's body did not read is read now: the next step's micro-batches come after it."""
+        if self._share:
+            self._batch(self._share[-1])
+        self._read.clear()
+
+
+class _Backward:
+    """One call of step.backward."""
+
+    def __init__(self, step: Step, loss_fn: LossFn, models: Sequence[nn.Module], call: int, site: str) -> None:
+        self.step, self.loss_fn, self.models, self.call, self.site = step, loss_fn, models, call, site
+        self.first = step.number == step._models.first_step and call == 0
+        self.leaves: dict[int, Leaf] = {}
+        self.failed: str | None = None
+        self.result: Result | None = None
+
+    def run(self) -> Result:
+        step = self.step
+        refuse_batch_statistics(self.models)
+        named = step._models.parameters(self.models)
+        step._reducer.watch(step._models.parameters())
+        reduction = step._reducer.start(named, step._leaves, step._shares)
+        self.trained = str(len(reduction.params)) if step._meeting.world_size == 1 else _digest(reduction.names)
+        try:
+            with step._randomness.keyed():
+                if self.first:
+                    self._first_checks()
+                for i in step._share:
+                    loss = self._leaf(i)
+                    if i == step._share[-1]:
+                        reduction.open(self._meet)
+                    if loss.requires_grad:
+                        loss.backward()  # type: ignore[no-untyped-call]
+                    del loss
+                    reduction.leaf_done()
+                if not step._share:
+                    reduction.open(self._meet)
+        except Exception as error:
+            self.failed = _line(error)
+            reduction.fail(self._meet, self._tell)
+            raise
+        except BaseException:  # Ctrl-C: this process ends now and waits for nobody
+            reduction.put_back()
+            raise
+        reduction.finish(self._tell)
+        assert self.result is not None
+        step.result = self.result
+        return self.result
+
+    def _leaf(self, i: int) -> torch.Tensor:
+        """The loss of micro-batch i, with its graph."""
+        step = self.step
+        batch = step._batch(i)
+        step._randomness.begin_micro_batch(step.number, self.call, i)
+        with torch.enable_grad():
+            if self.first and i == step._share.start:
+                versions = buffer_versions(self.models)
+                with naming_nondeterministic():
+                    found = leaf(self.loss_fn(*self.models, batch), i)
+                refuse_written_buffers(versions, self.models)
+            else:
+                found = leaf(self.loss_fn(*self.models, batch), i)
+        total = found.total
+        self.leaves[i] = Leaf(total.detach(), found.value, found.weight, found.metrics)
+        return total
+
+    def _first_checks(self) -> None:
+        """Once a run, on the process that has micro-batch 0: is the loss additive over samples?"""
+        step = self.step
+        if 0 not in step._share:
+            return
+        batch = step._batch(0)
+        halves = split_batch(batch)
+        if halves is None:
+            return
+
+        def evaluate(part: Any, draw: int) -> tuple[float, float | None]:
+            step._randomness.begin("additive", step.number, draw)
+            found = leaf(self.loss_fn(*self.models, part), 0)
+            return found.value, found.weight
+
+        with evaluating(self.models):
+            check_additive(evaluate, batch, halves)
+
+    # ---- what processes tell each other
+
+    def _meet(self) -> float | None:
+        """Exchanges losses and weights; returns what the gradients are divided by."""
+        rows = [] if self.failed else [(x.value, x.weight, x.metrics) for _, x in sorted(self.leaves.items())]
+        said = {"failed": self.failed, "trained": self.trained, "rows": rows}
+        answers = self.step._exchange("step.backward", said, self.site)
+        if self.failed is not None:
+            return None
+        _refuse_failed(answers, self.step.number)
+        if len({a["trained"] for a in answers}) > 1:
+            raise UsageError(
+                "the processes train different parameters: requires_grad is not the same everywhere",
+                do="freeze and unfreeze the same parameters at the same step on every process",
+            )
+        self.result = _result([row for answer in answers for row in answer["rows"]], self.step.number)
+        return self.result.weight
+
+    def _tell(self) -> EvenstepError:
+        """After a failure in the last backward of some process: who, and why."""
+        answers = self.step._exchange("step.backward, after a failure", {"failed": self.failed}, self.site)
+        try:
+            _refuse_failed(answers, self.step.number)
+        except PeerFailed as error:
+            return error
+        return PeerFailed("another process failed in the backward of this step")
+
+
+def _refuse_failed(answers: Sequence[Mapping[str, Any]], step: int) -> None:
+    said = [f"rank {rank}: {a['failed']}" for rank, a in enumerate(answers) if a["failed"] is not None]
+    if said:
+        raise PeerFailed(
+            f"step {step} failed on another process; nothing of it was kept\n    " + "\n    ".join(said),
+            do="see that process's log for its traceback",
+        )
+
+
+def _result(rows: Sequence[Sequence[Any]], step: int) -> Result:
+    """Sums over the micro-batches in the fixed tree."""
+    total = tree_sum(row[0] for row in rows)
+    weights = [row[1] for row in rows]
+    plain = [w is None for w in weights]
+    if any(plain) and not all(plain):
+        raise LossError("the loss function gave the weight None for some micro-batches and a number for others")
+    weight = None if plain[0] else tree_sum(weights)
+    if weight == 0.0:
+        raise LossError(
+            f"the total weight of step {step} is zero: there is nothing to divide the gradient by",
+            do="leave out samples without any target, or give them a weight",
+        )
+    metrics = {}
+    for name in dict.fromkeys(name for row in rows for name in row[2]):
+        pairs = [row[2].get(name) for row in rows]
+        below = tree_sum(p and p[1] for p in pairs)
+        metrics[name] = tree_sum(p and p[0] for p in pairs) / below if below else float("nan")
+    return Result(total if weight is None else total / weight, weight, metrics)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip()
+
+
+def _digest(names: Sequence[str]) -> str:
+    import hashlib
+
+    return hashlib.blake2b("\0".join(names).encode(), digest_size=8).hexdigest()
