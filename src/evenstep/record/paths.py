@@ -38,12 +38,12 @@ class RunPaths:
 
     @property
     def metrics_jsonl(self) -> Path:
-        """Logged values, one JSON object a step."""
+        """Logged values, one JSON object each time that some were logged."""
         return self.root / "metrics.jsonl"
 
     @property
     def metrics_csv(self) -> Path:
-        """Logged values, one row a step."""
+        """Logged values, one row each time that some were logged."""
         return self.root / "metrics.csv"
 
     @property
