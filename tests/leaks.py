@@ -131,7 +131,9 @@ def _left_descriptors(before: Standing) -> Iterator[str]:
 
 
 def _environ() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    # torch's compiler names its cache in the environment when it is first imported, which an optimizer does.
+    ours = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+    return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 def _children() -> list[int]:

@@ -21,8 +21,11 @@ from evenstep.errors import (
 )
 
 if TYPE_CHECKING:
-    from evenstep.train.run import Run, start
+    from evenstep.train.run import Run
+    from evenstep.train.start import start
     from evenstep.train.step import Step
+    from evenstep.train.steps import Steps
+
 
 __version__ = "0.1.0"
 
@@ -37,13 +40,19 @@ __all__ = [
     "PeerFailed",
     "Run",
     "Step",
+    "Steps",
     "UsageError",
     "__version__",
     "start",
 ]
 
 # Name -> the module that has it; these import torch.
-_LAZY = {"Run": "evenstep.train.run", "Step": "evenstep.train.step", "start": "evenstep.train.run"}
+_LAZY = {
+    "Run": "evenstep.train.run",
+    "Step": "evenstep.train.step",
+    "Steps": "evenstep.train.steps",
+    "start": "evenstep.train.start",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -302,7 +302,8 @@ class Reduction:
         for _, left in reversed(self.stack):
             total = _added(left, total)
         self.stack.clear()
-        there = [g for g in total if g is not None]
+        # As in the buckets: the parts of a complex number are divided each by itself.
+        there = [torch.view_as_real(g) if g.is_complex() else g for g in total if g is not None]
         if there and self.divisor is not None:
             torch._foreach_div_(there, self.divisor)
         if there and self.owner.exact:

@@ -1,0 +1,491 @@
+"""A run: what `evenstep.start()` returns, and all that a training script asks of it."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from evenstep.errors import EvenstepError, IdentityError, MachineError, UsageError
+from evenstep.plan.schedule import Schedule, StepPlan
+from evenstep.plan.tree import share
+from evenstep.record.checkpoints import Checkpoints
+from evenstep.record.events import EventWriter
+from evenstep.record.identity import differences, read_identity, write_identity
+from evenstep.record.metrics import MetricsWriter
+from evenstep.record.paths import RunPaths
+from evenstep.record.publish import write_whole
+from evenstep.train import collectives
+from evenstep.train.checkpoint import Saved, State
+from evenstep.train.data import Reader, checked_dataset, choose_order, shares
+from evenstep.train.evaluate import evaluate, predict
+from evenstep.train.models import Models
+from evenstep.train.norm import clip_
+from evenstep.train.options import Options
+from evenstep.train.progress import Progress, plan_lines
+from evenstep.train.randomness import Randomness
+from evenstep.train.reduce import Reducer
+from evenstep.train.state import save_model
+from evenstep.train.step import Step
+from evenstep.train.steps import Loop, Steps
+from evenstep.train.world import Ground, disconnect
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Run:
+    """One training run of this process and those beside it. Made by `evenstep.start`.
+
+    Attributes: `rank` and `world_size` as in torch.distributed; `device`, where the model lives; `directory`, where
+    everything that the run leaves lies. Every value that a method returns is equal on all processes, unless it says
+    otherwise.
+    """
+
+    def __init__(self, options: Options, ground: Ground, paths: RunPaths, put_back: Callable[[], None]) -> None:
+        self.rank, self.world_size, self.device = ground.world.rank, ground.world.world_size, ground.device
+        self.directory = paths.root
+        self._options, self._ground, self._paths, self._put_back = options, ground, paths, put_back
+        self._meeting = ground.meeting
+        self._randomness = Randomness(options.seed)
+        self._models = Models(self._meeting, self._randomness, ground.device)
+        self._reducer = Reducer(self.rank, self.world_size, ground.data, ground.device, options.exact)
+        self._checkpoints = Checkpoints(paths)
+        self._saved = Saved(self._models, self._meeting, self._checkpoints)
+        self._events = EventWriter(paths.events(self.rank), self.rank, on_error=self._say)
+        self._metrics = MetricsWriter(paths, on_error=self._say) if self.rank == 0 else None
+        self._listeners: list[Callable[[int, Mapping[str, float]], None]] = []
+        self._progress: Progress | None = None
+        self._steps: Steps | None = None
+        self._cursor = 0
+        self._done = 0  # optimizer steps since the start of the run
+        self._epoch = 0
+        self._open_step: tuple[StepPlan, Step] | None = None
+        self._restored = self._looping = self._finished = self._closed = False
+        self._saved_at: int | None = None
+        self._fingerprint: str | None = None
+        self._evaluations = 0
+        atexit.register(self.close)
+
+    # ---- before the loop
+
+    @overload
+    def prepare(self, model: M, /) -> M: ...
+    @overload
+    def prepare(self, model: nn.Module, second: nn.Module, /, *more: nn.Module) -> tuple[Any, ...]: ...
+    def prepare(self, model: nn.Module, /, *more: nn.Module) -> Any:
+        """Place a model (or several) for this layout. Returns the same module(s), not a wrapper.
+
+        Call it after `start`, which seeds the generators, and before the optimizer is made. UsageError if parameters
+        or buffers are not the same on every process.
+        """
+        prepared = [self._models.prepare(m) for m in (model, *more)]
+        self._events.emit("prepare", models=[type(m).__name__ for m in prepared])
+        return prepared[0] if not more else tuple(prepared)
+
+    def steps(
+        self,
+        data: Any,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        shuffle: bool = True,
+        order: Any = None,
+        weights: Any = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loaders: int = 0,
+        drop_last: bool = False,
+    ) -> Steps:
+        """The steps of the run over a map-style data set, for `epochs` or for a number of `steps`.
+
+        `shuffle`: another keyed permutation in every epoch. `order`: instead, a sequence of indices, or a function
+        epoch -> such a sequence (each of one length). `weights`: instead, one number a sample: len(data) draws an epoch with
+        replacement. `collate`: list of samples -> batch (torch's default_collate). `loaders`: loader processes of
+        this process; their number changes no bit. `drop_last`: leave out the samples that do not fill a global batch.
+
+        The generators of torch, numpy and random are keyed for every sample, collate call and micro-batch, so
+        augmentation and dropout do not depend on the layout.
+        """
+        if self._steps is not None:
+            raise UsageError("run.steps was called twice", do="one run has one loop: give it more epochs= or steps=")
+        checked_dataset(data)
+        chosen = choose_order(data, seed=self._options.seed, shuffle=shuffle, order=order, weights=weights)
+        options = self._options
+        schedule = Schedule(chosen.length, options.global_batch, options.micro_batch, epochs, steps, drop_last)
+
+        def read(schedule: Schedule, first: int) -> Reader:
+            mine = shares(schedule, self.world_size, self.rank, first)
+            pin = self.device.type == "cuda"
+            return Reader(
+                data, chosen, mine, seed=options.seed, rank=self.rank, collate=collate, loaders=loaders, pin=pin
+            )
+
+        self._steps = Steps(schedule, Loop(self._begin_loop, read, self._begin_step, self._after_step, self._finish))
+        return self._steps
+
+    def restore(self, **things: Any) -> State:
+        """Say what a checkpoint holds, and load the newest one if the run directory has any.
+
+        Takes anything with state_dict and load_state_dict (models, optimizers, schedulers), and plain values, which
+        come back as attributes of what is returned: `state = run.restore(model=model, best=0.0)`; later
+        `state.best = accuracy`. Call it once, before the loop. UsageError for a prepared model, or a scheduler of an
+        optimizer, that is left out; CheckpointError, naming the keys, for a checkpoint of another model.
+        """
+        if self._looping or self._restored:
+            raise UsageError("run.restore was called " + ("twice" if self._restored else "after the loop began"),
+                             do="call it once, before the loop")
+        self._saved.take(things)
+        if self.rank == 0:
+            self._checkpoints.clean_up()
+        about, damaged = self._saved.load_newest()
+        self._restored = True
+        for line in damaged:
+            self._say(line + "; using the one before it")
+        if about is not None:
+            self._cursor, self._done, self._epoch = int(about["cursor"]), int(about["step"]), int(about["epoch"])
+            self._saved_at = self._done
+            self._fingerprint = str(about["fingerprint"])
+            if self._metrics is not None:
+                self._metrics.cut(self._done)
+            self._events.emit("resume", step=self._done, cursor=self._cursor, damaged=damaged)
+            self._say(f"goes on after step {self._done} ({self._cursor} samples) from {self._checkpoints.folder(self._done)}")
+        return self._saved.values
+
+    # ---- in the loop
+
+    def clip(self, max_norm: float, *models: nn.Module, error_if_nonfinite: bool = False) -> float:
+        """Scale the gradients so that their norm is at most `max_norm`; returns the norm that they had.
+
+        Of the given models' parameters, or all prepared ones'. The norm has the same bits on every layout
+        (torch.nn.utils.clip_grad_norm_ otherwise).
+        """
+        named = self._models.parameters(self._models.chosen(models))
+        return clip_(dict(named), max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Record numbers for the current step: metrics.jsonl, metrics.csv and TensorBoard in the run directory."""
+        if self._metrics is None:
+            return
+        numbers = {}
+        for name, value in values.items():
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UsageError(f"run.log got {name}={value!r:.80}, expected a number") from error
+        step = self._open_step[0].number + 1 if self._open_step else self._done
+        self._metrics.write(step, self._epoch, numbers)
+        for listener in self._listeners:
+            listener(step, numbers)
+
+    def on_log(self, listener: Callable[[int, Mapping[str, float]], None]) -> None:
+        """Call `listener(step, values)` on rank 0 for every `run.log`: for trackers of other makes."""
+        self._listeners.append(listener)
+
+    def evaluate(
+        self,
+        data: Any,
+        fn: Callable[..., Any],
+        *models: nn.Module,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loaders: int = 0,
+    ) -> Any:
+        """The mean of `fn` over a data set, each sample once on any layout.
+
+        `fn(*models, batch)` returns (sum over samples, weight), or a dict {name: (sum, weight)}; the result is a
+        number, or a dict of numbers. Models are in eval mode, without gradients. They default to all prepared ones.
+        """
+        self._evaluations += 1
+        return evaluate(
+            data, fn, self._models.chosen(models), collate=collate, loaders=loaders, **self._evaluation()
+        )
+
+    def predict(
+        self,
+        data: Any,
+        fn: Callable[..., Any],
+        *models: nn.Module,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loaders: int = 0,
+    ) -> Any:
+        """The outputs of `fn` for a data set, in data order, each sample once, on every process.
+
+        `fn(*models, batch)` returns tensors (dimension 0: the samples) or lists (one entry a sample), or a nest of
+        them. Tensors come back on the CPU. So metrics of torchmetrics or scikit-learn do not depend on the layout.
+        """
+        self._evaluations += 1
+        return predict(data, fn, self._models.chosen(models), collate=collate, loaders=loaders, **self._evaluation())
+
+    def _evaluation(self) -> dict[str, Any]:
+        return {
+            "micro_batch": self._options.micro_batch,
+            "randomness": self._randomness,
+            "meeting": self._meeting,
+            "device": self.device,
+            "step": self._done + (self._open_step is not None),
+        }
+
+    # ---- collectives
+
+    def gather(self, value: Any, to: int = 0) -> list[Any] | None:
+        """Every process's `value`, by rank, on process `to`; None on the others. See `all_reduce` for what it takes."""
+        return collectives.gather(self._meeting, value, to)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every process's `value`, by rank, on every process."""
+        return collectives.all_gather(self._meeting, value)
+
+    def reduce(self, value: Any, op: str = "mean", to: int = 0) -> Any:
+        """`value` of all processes put together by `op` (sum, mean, min, max) on process `to`; None on the others."""
+        return collectives.reduce(self._meeting, value, op, to)
+
+    def all_reduce(self, value: Any, op: str = "sum") -> Any:
+        """`value` of all processes put together by `op` (sum, mean, min, max), on every process.
+
+        Takes a tensor, a number, or a nest of dicts, lists and tuples of them. All processes must call it, at the
+        same line, with the same structure, shapes and dtypes; else every process gets a MismatchError that names
+        ranks and lines. With one process it returns what it was given.
+        """
+        return collectives.all_reduce(self._meeting, value, op)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Process `source`'s `value`, on every process."""
+        return collectives.broadcast(self._meeting, value, source)
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        collectives.barrier(self._meeting)
+
+    # ---- the loop's hooks
+
+    def _begin_loop(self, schedule: Schedule) -> int:
+        if not self._models.all:
+            raise UsageError("no model was prepared", do="model = run.prepare(Net()) before the loop")
+        if not self._restored:
+            if self._checkpoints.steps():
+                raise UsageError(
+                    f"{self.directory} holds a checkpoint, and the script does not call run.restore",
+                    do="run.restore(model=model, optimizer=optimizer, ...) before the loop, or a new --run DIR",
+                )
+            if self._options.checkpoint_every is not None:
+                raise UsageError(
+                    "checkpoints were asked for, and the script does not call run.restore, which says what they hold",
+                    do="run.restore(model=model, optimizer=optimizer, ...) before the loop",
+                )
+        self._check_data(schedule)
+        first = self._first_step(schedule)
+        self._looping = True
+        self._models.first_step = first
+        if self.rank == 0 and first < len(schedule):
+            self._show_plan(schedule, first)
+        self._events.emit("loop", steps=len(schedule), first=first, samples=schedule.samples,
+                          parameters=sum(p.numel() for _, p in self._models.parameters()))
+        return first
+
+    def _check_data(self, schedule: Schedule) -> None:
+        said = {"samples": schedule.samples, "steps": len(schedule), "drop_last": schedule.drop_last}
+        answers = self._meeting.exchange("run.steps", json.dumps(said).encode(), site="")
+        for rank, answer in enumerate(answers):
+            if json.loads(answer) != json.loads(answers[0]):
+                raise UsageError(
+                    f"rank {rank} has {json.loads(answer)}, rank 0 has {json.loads(answers[0])}: the data set or its "
+                    "length differs between processes",
+                    do="give every process the whole data set; evenstep chooses what each one reads",
+                )
+
+    def _first_step(self, schedule: Schedule) -> int:
+        finished = self._read_finished()
+        if finished is not None and (finished["left early"] or finished["steps"] >= len(schedule)):
+            self._say(f"is finished ({finished['step']} steps): nothing is trained again")
+            return len(schedule)
+        if self._saved_at is None:
+            return 0
+        about = self._checkpoints.about(self._saved_at)
+        for name, now in (("samples", schedule.samples), ("drop_last", schedule.drop_last)):
+            if about[name] != now:
+                raise IdentityError(
+                    f"the checkpoint was made with {name}={about[name]}, now it is {now}: the order would be another",
+                    do="go on with the same data set and options, or start a new run directory with --run DIR",
+                )
+        return schedule.step_at(self._cursor)
+
+    def _show_plan(self, schedule: Schedule, first: int) -> None:
+        full = schedule.step(first).micro_batches
+        lines = plan_lines(
+            global_batch=self._options.global_batch,
+            micro_batch=self._options.micro_batch,
+            world_size=self.world_size,
+            samples=schedule.samples,
+            steps=len(schedule),
+            exact=self._options.exact,
+            backend=self._ground.backend if self.world_size > 1 else None,
+            device=str(self.device),
+        )
+        del full
+        cores = os.cpu_count() or 1
+        used = self._ground.world.local_world_size * self._options.threads
+        if self.device.type == "cpu" and used < cores:
+            lines.append(f"{used} of {cores} cores are used: more processes (evenstep run --processes {cores}) use them all")
+        for line in lines:
+            self._say(line)
+        self._progress = Progress(
+            total=len(schedule), start=first, steps_per_epoch=schedule.steps_per_epoch, stream=sys.stderr
+        )
+
+    def _begin_step(self, plan: StepPlan, batches: Iterator[Any]) -> Step:
+        self._epoch = plan.epoch
+        self._randomness.begin_step(plan.number)
+        step = Step(plan, batches, self._models, self._reducer, self._randomness, self._meeting, self.device)
+        self._open_step = plan, step
+        return step
+
+    def _after_step(self, plan: StepPlan, step: Step) -> None:
+        """The loop's body is done: the optimizer has stepped."""
+        self._open_step = None
+        self._done, self._cursor = plan.number + 1, plan.cursor_after
+        loss = step.result.loss if step.result else None
+        fingerprint = self._saved.fingerprint() if self._options.fingerprints else None
+        said = {} if fingerprint is None else {"fingerprint": fingerprint}
+        self._events.emit("step", step=self._done, epoch=plan.epoch, cursor=self._cursor, loss=loss, **said)
+        if self._progress is not None:
+            self._progress.update(self._done, plan.epoch, loss, plan.samples)
+        every = self._options.checkpoint_every
+        if self._restored and (self._done % every == 0 if every else plan.ends_epoch):
+            self._checkpoint(fingerprint)
+
+    # ---- checkpoints and the end
+
+    def _checkpoint(self, fingerprint: str | None = None) -> str | None:
+        """Returns why it could not be written, on rank 0."""
+        assert self._steps is not None
+        schedule = self._steps.schedule
+        self._fingerprint = fingerprint or self._saved.fingerprint()
+        about = {
+            "step": self._done,
+            "cursor": self._cursor,
+            "epoch": self._epoch,
+            "samples": schedule.samples,
+            "drop_last": schedule.drop_last,
+            "fingerprint": self._fingerprint,
+        }
+        began = time.monotonic()
+        failed = self._saved.save(self._done, about, self._options.keep)
+        seconds = round(time.monotonic() - began, 4)
+        if failed is None:
+            self._saved_at = self._done
+            self._events.emit("checkpoint", step=self._done, fingerprint=self._fingerprint, seconds=seconds)
+        else:
+            self._events.emit("checkpoint failed", step=self._done, reason=failed)
+            older = "the checkpoint before it is untouched" if self._saved_at is not None else "there is no older one"
+            self._say(f"checkpoint {self._done} could not be written ({failed}); {older}, and training goes on")
+        return failed
+
+    def _finish(self) -> None:
+        """The loop is over, or was left: the last checkpoint, the model, the fingerprint."""
+        if self._finished or not self._looping:
+            return
+        if self._open_step is not None:  # left by break: a step that got its gradients counts as done
+            plan, step = self._open_step
+            if step.result is not None:
+                self._after_step(plan, step)
+            self._open_step = None
+        self._finished = True
+        assert self._steps is not None
+        total, left_early = len(self._steps.schedule), self._done < len(self._steps.schedule)
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        finished = self._read_finished()
+        if finished is not None and finished["step"] == self._done and self._saved_at == self._done:
+            return  # it was finished before this start, and nothing was trained
+        reason = None
+        if self._restored and self._saved_at != self._done:
+            reason = self._checkpoint()
+        elif self._fingerprint is None or self._saved_at != self._done:
+            self._fingerprint = self._saved.fingerprint()
+        if self.rank == 0:
+            if reason is not None:
+                raise MachineError(
+                    f"the last checkpoint could not be written: {reason}",
+                    do="make room on the disk and start again: the run goes on from the checkpoint before",
+                )
+            save_model(self._paths.model, dict(zip(self._models.names(), self._models.all, strict=True)))
+            said = {
+                "step": self._done,
+                "steps": total,
+                "left early": left_early,
+                "cursor": self._cursor,
+                "fingerprint": self._fingerprint,
+            }
+            write_whole(self._paths.finished, (json.dumps(said) + "\n").encode())
+        self._events.emit("finished", step=self._done, left_early=left_early, fingerprint=self._fingerprint)
+
+    def _read_finished(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads(self._paths.finished.read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def close(self) -> None:
+        """End the run: finish what is open and leave the process group. Called by itself when the script ends.
+
+        A finished run prints its fingerprint as the last line on standard output (rank 0).
+        """
+        self._close(failed=_script_failed())
+
+    def _close(self, failed: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        try:
+            if failed:
+                self._events.emit("failed", step=self._done, at=self._meeting.last)
+            else:
+                self._finish()
+                self._meeting.exchange("the end of the script", site="")
+                self._events.emit("end")
+                if self._finished and self.rank == 0:
+                    print(f"fingerprint: {self._fingerprint}", flush=True)
+        finally:
+            if self._progress is not None:
+                self._progress.close()
+            self._reducer.close()
+            if self._metrics is not None:
+                self._metrics.close()
+            self._events.close()
+            if not failed:
+                disconnect(self._ground)
+            self._put_back()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close(failed=error is not None)
+
+    def _say(self, line: str) -> None:
+        """A line for the person who runs this: on rank 0, on standard error, above the progress bar."""
+        if self.rank != 0:
+            return
+        text = f"evenstep: {line}"
+        if self._progress is not None:
+            self._progress.note(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _script_failed() -> bool:
+    """Whether the interpreter ends because of an exception."""
+    return getattr(sys, "last_value", None) is not None and sys.exc_info()[0] is None

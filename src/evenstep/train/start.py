@@ -1,0 +1,148 @@
+"""`evenstep.start`: from the environment and the script's options to a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from evenstep.environment import read_settings, read_world
+from evenstep.errors import IdentityError, MachineError, UsageError
+from evenstep.record.identity import differences, read_identity, write_identity
+from evenstep.record.paths import RunPaths, new_run_directory
+from evenstep.train.options import Options, choose
+from evenstep.train.randomness import key, seed_generators
+from evenstep.train.run import Run
+from evenstep.train.world import (
+    Ground,
+    check_backend,
+    check_same,
+    check_torch,
+    choose_device,
+    connect,
+    hold_arithmetic,
+    identity,
+)
+
+_current: Run | None = None
+
+
+def start(
+    *,
+    global_batch: int,
+    micro_batch: int | None = None,
+    seed: int = 0,
+    run: str | os.PathLike[str] | None = None,
+    exact: bool = True,
+    backend: str = "auto",
+    threads: int = 1,
+    device: str | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 2,
+    fingerprints: bool = False,
+    allow_other_identity: bool = False,
+) -> Run:
+    """Begin a run. The layout comes from the launcher; a script started with plain `python` is one process.
+
+    Options of the launcher (`evenstep run --global-batch ...`) win over those given here.
+
+    global_batch: samples of one optimizer step, over all processes.
+    micro_batch: samples of one forward and backward (default: the whole global batch, which only one process can do).
+    seed: of everything that is random. The generators of torch, numpy and random are seeded with it now.
+    run: the run directory; a new one under runs/ by default. One that holds checkpoints is gone on with.
+    exact: the same bits on every layout. False: the backend's own all-reduce and any kernel; equal to rounding.
+    backend: "auto" (nccl where there are GPUs, else gloo), "gloo", "nccl", "mpi" or "ucc".
+    threads: intra-op threads of each process; part of the run's identity, since it can change bits.
+    device: "cpu" or "cuda", where another than the backend's is wanted.
+    checkpoint_every: steps between checkpoints (default: at each epoch's end). keep: how many stay.
+    fingerprints: compute and record the fingerprint after every step, not only at checkpoints.
+    allow_other_identity: go on in a run directory that was made with other options or on another kind of machine.
+
+    Raises UsageError for options that cannot work, before anything is computed.
+    """
+    global _current
+    check_torch()
+    if _current is not None:
+        _current.close()
+        _current = None
+    world = read_world(os.environ)
+    asked = Options(
+        global_batch=global_batch,
+        micro_batch=global_batch if micro_batch is None else micro_batch,
+        seed=seed,
+        exact=exact,
+        backend=backend,
+        threads=threads,
+        device=device,
+        run=None if run is None else os.fspath(run),
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        fingerprints=fingerprints,
+        allow_other_identity=allow_other_identity,
+    )
+    options = choose(read_settings(os.environ), asked, world.world_size)
+    used = check_backend(options.backend)
+    ground = connect(world, used, choose_device(world, used, options.device))
+    said: dict[str, str | int | bool | None] = {
+        "global_batch": options.global_batch,
+        "micro_batch": options.micro_batch,
+        "seed": options.seed,
+        "exact": options.exact,
+        "threads": options.threads,
+    }
+    put_back = hold_arithmetic(options.exact, options.threads)
+    said.update(identity(ground.device))
+    check_same(ground, {**said, "backend": used})
+    paths = _run_directory(ground, options)
+    _check_identity(ground, paths, said, options.allow_other_identity)
+    seed_generators(key(options.seed, "start"))
+    _current = Run(options, ground, paths, put_back)
+    return _current
+
+
+def _run_directory(ground: Ground, options: Options) -> RunPaths:
+    """The run directory, the same on every process; rank 0 makes it."""
+    said = {"root": "", "failed": ""}
+    if ground.world.rank == 0:
+        try:
+            root = Path(options.run) if options.run else new_run_directory(_script(), Path.cwd())
+            root.mkdir(parents=True, exist_ok=True)
+            said["root"] = str(root.absolute())
+        except (MachineError, OSError) as error:
+            said["failed"] = error.message if isinstance(error, MachineError) else f"cannot make {options.run}: {error}"
+    answer = json.loads(ground.meeting.exchange("evenstep.start", json.dumps(said).encode(), site="")[0])
+    if answer["failed"]:
+        raise MachineError(answer["failed"], do="name a writable place with --run DIR")
+    return RunPaths(Path(answer["root"]))
+
+
+def _check_identity(
+    ground: Ground, paths: RunPaths, now: dict[str, str | int | bool | None], allow: bool
+) -> None:
+    """IdentityError on every process if the run directory was made under another identity."""
+    failed: dict[str, str] = {}
+    if ground.world.rank == 0:
+        try:
+            before = read_identity(paths.identity)
+            changed = [] if before is None else differences(before, now)
+            if changed and not allow:
+                failed = {"lines": "\n    ".join(changed)}
+            elif before is None or changed:
+                write_identity(paths.identity, now)
+        except (IdentityError, MachineError) as error:
+            failed = {"broken": error.message}
+    answer = json.loads(ground.meeting.exchange("evenstep.start", json.dumps(failed).encode(), site="")[0])
+    if "broken" in answer:
+        raise MachineError(answer["broken"], do="start a new run directory with --run DIR")
+    if answer:
+        raise IdentityError(
+            f"{paths.root} was made under another identity:\n    {answer['lines']}",
+            do="go on with the same options, start a new run directory with --run DIR, or say --allow-other-identity "
+            "(the result will then be another than that of an undisturbed run)",
+        )
+
+
+def _script() -> str | None:
+    main = sys.modules.get("__main__")
+    return getattr(main, "__file__", None)

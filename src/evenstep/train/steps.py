@@ -1,0 +1,55 @@
+"""The training loop's iterator: one optimizer step after the other, from the cursor to the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from evenstep.errors import UsageError
+from evenstep.plan.schedule import Schedule, StepPlan
+from evenstep.train.step import Step
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a run does around each step."""
+
+    begin: Callable[[Schedule], int]  # returns the first step to do
+    read: Callable[[Schedule, int], Any]  # a Reader of this process's micro-batches, from that step on
+    step: Callable[[StepPlan, Iterator[Any]], Step]
+    after: Callable[[StepPlan, Step], None]
+    finish: Callable[[], None]
+
+
+class Steps:
+    """The steps of a run, to be looped over once. `len()` is their number in the whole run, on every layout the same.
+
+    A resumed run goes on at its cursor, so the loop has fewer turns than `len()`. `break` is safe.
+    """
+
+    def __init__(self, schedule: Schedule, loop: Loop) -> None:
+        self.schedule = schedule
+        self._loop = loop
+        self._begun = False
+
+    def __len__(self) -> int:
+        return len(self.schedule)
+
+    def __iter__(self) -> Iterator[Step]:
+        if self._begun:
+            raise UsageError("run.steps was looped over twice", do="one run has one loop: give it more epochs= or steps=")
+        self._begun = True
+        first = self._loop.begin(self.schedule)
+        return self._steps(first)
+
+    def _steps(self, first: int) -> Iterator[Step]:
+        with self._loop.read(self.schedule, first) as reader:
+            batches = (batch for _, batch in reader)
+            for number in range(first, len(self.schedule)):
+                plan = self.schedule.step(number)
+                step = self._loop.step(plan, batches)
+                yield step
+                step._close()
+                self._loop.after(plan, step)
+        self._loop.finish()
