@@ -1,0 +1,543 @@
+"""Reading data: the same bits for any share and any number of loader processes, and errors that name the sample."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
+
+from evenstep.errors import DataError, UsageError
+from evenstep.plan.order import Fixed, Natural, Shuffled
+from evenstep.plan.schedule import Schedule
+from evenstep.train.data import MicroBatch, Reader, checked_dataset, choose_order, shares, split_batch, to_device
+from evenstep.train.randomness import kept_generators, seed_generators
+from tests.ranks import run_ranks
+
+
+class Drawing(Dataset[Any]):
+    """Each sample: its index and a draw from each generator."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(3), random.random(), np.random.rand(2)
+
+
+class DrawingMany(Drawing):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        noise = torch.rand(len(indices))
+        return [(index, noise[j]) for j, index in enumerate(indices)]
+
+
+def mixing(samples: list[Any]) -> Any:
+    images = torch.stack([s[1] for s in samples])
+    return {"index": torch.tensor([s[0] for s in samples]), "mixed": images * torch.rand(()) + random.random()}
+
+
+def read(data: Any, schedule: Schedule, world_size: int = 1, loaders: int = 0, first_step: int = 0, **kw: Any) -> Any:
+    """{(step, micro-batch): batch} as all ranks read it, and how many times each was read."""
+    order = kw.pop("order", None) or Shuffled(schedule.samples, 7)
+    found = {}
+    for rank in range(world_size):
+        with Reader(
+            data, order, shares(schedule, world_size, rank, first_step), seed=7, rank=rank, loaders=loaders, **kw
+        ) as reader:
+            for micro_batch, batch in reader:
+                assert (micro_batch.step, micro_batch.index) not in found
+                found[micro_batch.step, micro_batch.index] = batch
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("data", [Drawing(37), DrawingMany(37), Subset(Drawing(50), range(5, 42))])
+@pytest.mark.parametrize("collate", [None, mixing])
+def test_the_same_bits_for_any_share_and_any_number_of_loader_processes(data: Any, collate: Any) -> None:
+    schedule = Schedule(37, global_batch=12, micro_batch=5, epochs=2)
+    alone = read(data, schedule, collate=collate)
+    assert len(alone) == 2 * (3 * 3 + 1)
+    for world_size, loaders in [(1, 1), (1, 2), (2, 0), (3, 2)]:
+        other = read(data, schedule, world_size, loaders, collate=collate)
+        assert other.keys() == alone.keys()
+        assert all(same(alone[k], other[k]) for k in alone)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_each_sample_once_an_epoch_in_the_same_order_on_every_layout(data: st.DataObject) -> None:
+    samples = data.draw(st.integers(1, 120))
+    micro = data.draw(st.integers(1, samples))
+    schedule = Schedule(samples, data.draw(st.integers(micro, 3 * samples + 3)), micro, epochs=2)
+    world_size = data.draw(st.integers(1, 9))
+    order = Shuffled(samples, data.draw(st.integers(0, 9)))
+    first = data.draw(st.integers(0, len(schedule)))
+    alone = read(list(range(samples)), schedule, order=order)
+    spread = read(list(range(samples)), schedule, world_size, order=order)
+    assert {k: v.tolist() for k, v in spread.items()} == {k: v.tolist() for k, v in alone.items()}
+    for epoch in range(2):
+        steps = range(epoch * schedule.steps_per_epoch, (epoch + 1) * schedule.steps_per_epoch)
+        visited = [i for k in sorted(alone) if k[0] in steps for i in alone[k].tolist()]
+        assert sorted(visited) == list(range(samples))
+    rest = read(list(range(samples)), schedule, world_size, order=order, first_step=first)
+    assert {k: v.tolist() for k, v in rest.items()} == {k: v.tolist() for k, v in alone.items() if k[0] >= first}
+
+
+@settings(max_examples=6)
+@given(st.integers(1, 60), st.integers(1, 8), st.integers(1, 20), st.integers(1, 4), st.integers(1, 3))
+def test_loader_processes_read_what_none_reads(samples: int, micro: int, more: int, world: int, loaders: int) -> None:
+    schedule = Schedule(samples, min(micro, samples) + more, min(micro, samples), epochs=2)
+    alone = read(Drawing(samples), schedule)
+    spread = read(Drawing(samples), schedule, world, loaders)
+    assert spread.keys() == alone.keys()
+    assert all(same(alone[k], spread[k]) for k in alone)
+
+
+def test_a_window_of_indices_does_not_show() -> None:
+    schedule = Schedule(5000, 700, 350, epochs=2)
+    order = Shuffled(5000, 1)
+    found = read(list(range(5000)), schedule, 2, order=order)
+    for number in range(len(schedule)):
+        step = schedule.step(number)
+        got = [i for m in range(step.micro_batches) for i in found[number, m].tolist()]
+        assert got == order.indices(step.epoch, step.start, step.stop).tolist()
+
+
+def test_a_repeated_index_is_drawn_anew_at_each_position() -> None:
+    found = read(Drawing(4), Schedule(6, 6, 6, epochs=1), order=Fixed(np.array([2, 2, 2, 0, 0, 2])))
+    index, noise, *_ = found[0, 0]
+    assert index.tolist() == [2, 2, 2, 0, 0, 2]
+    assert len({tuple(row.tolist()) for row in noise}) == 6
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_the_users_generators_do_not_see_the_reading(loaders: int) -> None:
+    with kept_generators():
+        seed_generators(3)
+        expected = torch.rand(()).item(), random.random(), np.random.rand()
+        seed_generators(3)
+        read(Drawing(9), Schedule(9, 4, 2, epochs=1), loaders=loaders, collate=mixing)
+        assert (torch.rand(()).item(), random.random(), np.random.rand()) == expected
+
+
+def test_columns_of_tensors_give_what_collating_their_rows_gives() -> None:
+    data = TensorDataset(torch.randn(20, 3, 2), torch.arange(20), torch.randn(20).bfloat16())
+
+    class Rows(TensorDataset):
+        pass
+
+    schedule = Schedule(20, 8, 3, epochs=1)
+    fast, slow = read(data, schedule), read(Rows(*data.tensors), schedule)
+    assert all(same(fast[k], slow[k]) and type(fast[k]) is type(slow[k]) for k in slow)
+
+
+def test_reading_ends_with_stop_iteration_and_leaves_no_process() -> None:
+    with Reader(Drawing(4), Natural(4), shares(Schedule(4, 2, 2, epochs=1), 1, 0), seed=0, loaders=2) as reader:
+        assert len(list(reader)) == 2
+        assert multiprocessing.active_children() == []
+        assert list(reader) == []
+
+
+def test_closing_early_joins_the_loader_processes() -> None:
+    reader = Reader(Drawing(400), Natural(400), shares(Schedule(400, 2, 2, epochs=9), 1, 0), seed=0, loaders=2)
+    next(reader)
+    assert len(multiprocessing.active_children()) == 2
+    reader.close()
+    assert multiprocessing.active_children() == []
+    reader.close()
+    assert list(reader) == []
+
+
+def test_a_forgotten_reader_takes_its_processes_along() -> None:
+    reader = Reader(Drawing(400), Natural(400), shares(Schedule(400, 2, 2, epochs=9), 1, 0), seed=0, loaders=2)
+    next(reader)
+    del reader
+    assert multiprocessing.active_children() == []
+
+
+class Stuck(Drawing):
+    """Never gets past sample 3."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            threading.Event().wait()
+        return index
+
+
+def test_closing_does_not_wait_for_a_sample_that_never_comes() -> None:
+    reader = Reader(Stuck(9), Natural(9), shares(Schedule(9, 1, 1, epochs=1), 1, 0), seed=0, loaders=1, prefetch=4)
+    next(reader)
+    reader.close()
+    assert multiprocessing.active_children() == []
+
+
+class Large(Drawing):
+    def __getitem__(self, index: int) -> Any:
+        about = get_worker_info()
+        assert about is not None
+        return {"image": torch.full((64, 1024), float(index)), "text": "x" * 100_000, "loader": about.id}
+
+
+def test_large_tensors_and_texts_travel() -> None:
+    found = read(Large(6), Schedule(6, 2, 2, epochs=1), loaders=2, order=Natural(6))
+    for (step, _), batch in found.items():
+        assert batch["image"].shape == (2, 64, 1024)
+        assert batch["image"][:, 0, 0].tolist() == [2.0 * step, 2.0 * step + 1]
+        assert batch["text"] == ["x" * 100_000] * 2
+        assert batch["loader"].tolist() == [step % 2] * 2
+
+
+class Odd(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def odd_batch(samples: list[Any]) -> Any:
+    return Odd(torch.ones(2, 3).t(), torch.tensor([]).reshape(0, 4)), torch.tensor(True), torch.tensor(2 + 1j), [None]
+
+
+def test_odd_tensors_travel_as_they_are() -> None:
+    found = read(Drawing(1), Schedule(1, 1, 1, epochs=1), loaders=1, collate=odd_batch)
+    odd, true, number, none = found[0, 0]
+    assert type(odd) is Odd
+    assert torch.equal(odd.a, torch.ones(3, 2))
+    assert odd.b.shape == (0, 4)
+    assert (true.item(), number.item(), none) == (True, 2 + 1j, [None])
+
+
+class Bad(Drawing):
+    def __getitem__(self, index: int) -> Any:
+        if index == 13:
+            raise OSError(f"no such image: {index}.png")
+        return torch.zeros(2 if index != 17 else 3)
+
+
+class BadMany(Bad):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[i] for i in indices]
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+@pytest.mark.parametrize("kind", [Bad, BadMany])
+def test_a_sample_that_raises_is_named(loaders: int, kind: type[Bad]) -> None:
+    where = r"in loader process \d" if loaders else "in the training process"
+    message = rf"sample 13 \(position 13 of epoch 0\) could not be read on rank 2, {where}: OSError: no such image: 13"
+    micro_batches = (MicroBatch(s, 0, 0, s * 4, s * 4 + 4) for s in range(4))
+    with (
+        Reader(kind(16), Natural(16), micro_batches, seed=0, rank=2, loaders=loaders) as reader,
+        pytest.raises(DataError, match=message) as raised,
+    ):
+        list(reader)
+    cause = raised.value.__cause__
+    assert cause is not None
+    assert "no such image: 13.png" in str(cause)
+    if loaders:
+        assert "test_data.py" in str(cause)  # the traceback's own lines
+        assert "self.data[" not in str(cause)  # ours are peeled off
+    else:
+        assert isinstance(cause, OSError)
+    assert multiprocessing.active_children() == []
+
+
+def test_samples_of_different_sizes_are_told_to_pad() -> None:
+    micro_batches = [MicroBatch(0, 0, 0, 16, 20)]
+    with (
+        Reader(Bad(20), Natural(20), micro_batches, seed=0) as reader,
+        pytest.raises(DataError, match=r"(?s)collate failed for micro-batch 0 of step 0 .*pads them"),
+    ):
+        next(reader)
+
+
+class Fatal(Drawing):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_a_loader_process_that_is_killed_is_named() -> None:
+    with (
+        Reader(Fatal(9), Natural(9), shares(Schedule(9, 1, 1, epochs=1), 1, 0), seed=0, rank=1, loaders=2) as reader,
+        pytest.raises(
+            DataError, match=r"loader process 1 \(pid \d+\) was ended by SIGKILL on rank 1, before .* step 5"
+        ),
+    ):
+        list(reader)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_batch_that_cannot_be_sent_is_refused() -> None:
+    with (
+        Reader(
+            Drawing(4),
+            Natural(4),
+            shares(Schedule(4, 2, 2, epochs=1), 1, 0),
+            seed=0,
+            loaders=1,
+            collate=lambda samples: lambda: samples,
+        ) as reader,
+        pytest.raises(DataError, match="cannot be sent from a loader process"),
+    ):
+        next(reader)
+
+
+def test_loader_processes_beside_the_threads_of_gloo_and_openmp() -> None:
+    def train() -> int:
+        torch.set_num_threads(2)
+        dist.init_process_group("gloo")
+        x = torch.randn(300, 300)
+        (x @ x).relu().sum()
+        pending = dist.all_reduce(x, async_op=True)
+
+        class Heavy(Drawing):
+            def __getitem__(self, index: int) -> Any:
+                y = torch.randn(300, 300)
+                return (y @ y).exp().sum().reshape(1)
+
+        found = read(Heavy(12), Schedule(12, 4, 2, epochs=2), loaders=2)
+        assert pending is not None
+        pending.wait()
+        dist.destroy_process_group()
+        return len(found)
+
+    assert run_ranks(train, 2) == [12, 12]
+
+
+class Apart(Drawing):
+    """Puts its loader process into a group of its own, where nobody who kills a group finds it."""
+
+    def __getitem__(self, index: int) -> Any:
+        os.setpgid(0, 0)
+        return index
+
+
+def test_loader_processes_die_with_a_training_process_that_is_killed() -> None:
+    receive, send = os.pipe()
+
+    def train() -> None:
+        os.close(receive)
+        reader = Reader(Apart(99), Natural(99), shares(Schedule(99, 1, 1, epochs=9), 1, 0), seed=0, loaders=2)
+        next(reader), next(reader)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(AssertionError):
+        run_ranks(train, 1)
+    os.close(send)
+    with os.fdopen(receive, "rb") as pipe:
+        assert pipe.read() == b""  # its end: nobody holds the other one any more
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class NoLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class NoIndex:
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataLoader(TensorDataset(torch.ones(2))), "loader.dataset"),
+        (Stream(), "a stream has no length"),
+        ((torch.ones(3), torch.ones(3)), "TensorDataset"),
+        ({"x": torch.ones(3)}, "TensorDataset"),
+        ("train.csv", "open it first"),
+        (NoLength(), "__len__"),
+        ((i for i in range(3)), "__len__"),
+        (NoIndex(), "__getitem__"),
+        ([], "is empty"),
+    ],
+)
+def test_what_is_no_data_set_is_refused_with_what_to_do(data: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        checked_dataset(data)
+
+
+def test_anything_with_a_length_and_an_index_is_a_data_set() -> None:
+    for data in ([1, 2], torch.ones(3, 2), np.ones((3, 2)), range(5), Drawing(3), Subset(Drawing(3), [0])):
+        assert checked_dataset(data) is data
+
+
+def test_choosing_an_order() -> None:
+    data = list(range(10))
+    assert choose_order(data, seed=0, shuffle=False).indices(3, 2, 5).tolist() == [2, 3, 4]
+    assert sorted(choose_order(data, seed=0).indices(3, 0, 10)) == data
+    forms: list[Any] = [[3, 1, 3], (3, 1, 3), np.array([3, 1, 3]), torch.tensor([3, 1, 3])]
+    for form in forms:
+        order = choose_order(data, seed=0, order=form)
+        assert order.length == 3
+        assert order.indices(5, 1, 3).tolist() == [1, 3]
+    assert choose_order(data, seed=0, weights=[0.0] * 9 + [1]).indices(0, 0, 10).tolist() == [9] * 10
+    assert choose_order(data, seed=0, weights=torch.eye(10)[4]).indices(0, 0, 2).tolist() == [4, 4]
+
+
+def test_a_sampler_is_read_once_and_alike_on_every_process() -> None:
+    orders = []
+    for own in (1, 2):
+        with kept_generators():
+            seed_generators(own)
+            order = choose_order(range(10), seed=5, order=RandomSampler(range(10)))
+        orders.append(order.indices(0, 0, 10).tolist())
+        assert orders[-1] == order.indices(1, 0, 10).tolist()
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == list(range(10))
+
+
+def test_a_function_gives_each_epoch_its_order() -> None:
+    def order(epoch: int) -> Any:
+        return torch.randperm(10)[: 6 if epoch < 2 else 5]
+
+    chosen, other = (choose_order(range(10), seed=5, order=order) for _ in range(2))
+    assert chosen.length == 6
+    first = chosen.indices(0, 0, 6).tolist()
+    assert chosen.indices(1, 0, 6).tolist() != first
+    seed_generators(1)
+    assert [other.indices(0, 0, 3).tolist(), other.indices(0, 3, 6).tolist()] == [first[:3], first[3:]]
+    with pytest.raises(UsageError, match=r"order\(2\) has 5 indices, but order\(0\) has 6"):
+        chosen.indices(2, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"order": [0, 10]}, r"index 10 at position 1, expected 0\.\.9"),
+        ({"order": [-1]}, "index -1"),
+        ({"order": []}, "empty"),
+        ({"order": [0.5]}, "1-d sequence of integers"),
+        ({"order": [True, False]}, "flatnonzero"),
+        ({"order": [[1]]}, "1-d"),
+        ({"order": 3}, "expected a sequence"),
+        ({"order": (i for i in range(3))}, "sequence with a length"),
+        ({"order": lambda epoch: [11]}, r"order\(0\) has index 11"),
+        ({"order": [1], "weights": [1] * 10}, "both order= and weights="),
+        ({"weights": [1] * 9}, r"shape \(9,\), expected \(10,\)"),
+        ({"weights": [1] * 9 + [-1]}, r"weights\[9\] is -1.0"),
+        ({"weights": [1] * 9 + [float("nan")]}, r"weights\[9\] is nan"),
+        ({"weights": [0] * 10}, "sum of weights= is 0.0"),
+        ({"weights": ["a"] * 10}, "expected numbers"),
+    ],
+)
+def test_orders_and_weights_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        choose_order(list(range(10)), seed=0, **arguments)
+
+
+@pytest.mark.parametrize("loaders", [-1, 1.5, True, "2"])
+def test_a_number_of_loader_processes_is_checked(loaders: Any) -> None:
+    with pytest.raises(UsageError, match="loaders="):
+        Reader([1], Natural(1), [], seed=0, loaders=loaders)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    image: torch.Tensor
+    name: str
+
+
+class Movable:
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def to(self, device: Any) -> Movable:
+        return Movable(str(device))
+
+
+def test_nests_move_whole() -> None:
+    x = torch.ones(2)
+    counts: collections.defaultdict[str, Any] = collections.defaultdict(list, a=x)
+    batch = {
+        "list": [x, 1, "text", None],
+        "odd": Odd(x, x),
+        "sample": Sample(x, "a"),
+        "ordered": collections.OrderedDict(b=x, a=(x,)),
+        "default": counts,
+        "user": collections.UserDict({"x": x}),
+        "movable": Movable(),
+        "array": np.ones(2),
+    }
+    moved = to_device(batch, "meta")
+    assert moved["list"][0].device.type == "meta"
+    assert moved["list"][1:] == [1, "text", None]
+    assert type(moved["odd"]) is Odd
+    assert moved["odd"].b.device.type == "meta"
+    assert moved["sample"].image.device.type == "meta"
+    assert moved["sample"].name == "a"
+    assert list(moved["ordered"]) == ["b", "a"]
+    assert type(moved["ordered"]) is collections.OrderedDict
+    assert moved["ordered"]["a"][0].device.type == "meta"
+    assert moved["default"].default_factory is list
+    assert moved["default"]["a"].device.type == "meta"
+    assert moved["user"]["x"].device.type == "meta"
+    assert moved["movable"].device == "meta"
+    assert moved["array"] is batch["array"]
+    assert x.device.type == "cpu"
+    assert counts["a"] is x
+
+
+def test_a_batch_splits_where_every_part_has_its_samples_along_dimension_0() -> None:
+    batch = {"x": torch.arange(10).view(5, 2), "names": list("abcde"), "pair": (torch.arange(5), None), "task": "sum"}
+    halves = split_batch(batch, 5)
+    assert halves is not None
+    first, second = halves
+    assert first["x"].tolist() == [[0, 1], [2, 3]]
+    assert second["names"] == ["c", "d", "e"]
+    assert second["pair"][0].tolist() == [2, 3, 4]
+    assert second["pair"][1] is None
+    assert first["task"] == "sum"
+    two = split_batch([torch.ones(2, 3), torch.zeros(2)], 2)
+    assert two is not None
+    assert [t.shape for t in two[0]] == [(1, 3), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.ones(1, 2), 1),
+        ({"tokens": torch.ones(17), "lengths": torch.ones(3)}, 3),
+        ({"x": torch.ones(3), "n": 3}, 3),
+        ({"x": torch.ones(3), "scale": torch.tensor(1.0)}, 3),
+        (Movable(), 3),
+        (["a"], 3),
+    ],
+)
+def test_a_batch_that_cannot_be_split_for_certain_is_not(batch: Any, size: int) -> None:
+    assert split_batch(batch, size) is None
