@@ -237,7 +237,7 @@ class Reader:
         except LoaderGone as error:
             self.close()
             raise DataError(
-                f"{error} on rank {self._rank}, before it had read {task}",
+                f"{error} on rank {self._rank}, before it handed over {task}",
                 do="if it was killed, look for too little memory and give fewer loaders=; else try loaders=0",
             ) from None
         except CannotSend as error:
