@@ -1,0 +1,110 @@
+"""What is looked at before anything starts. Whatever cannot work is a UsageError that says what to do."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+from pathlib import Path
+
+from evenstep.environment import LAUNCH, read_world
+from evenstep.errors import MachineError, UsageError
+from evenstep.launch.gpus import visible_gpus
+from evenstep.record.paths import RunPaths, new_run_directory
+
+PROCESS_WORDS = ("gpu", "cpu", "auto")
+
+
+def refuse_nested() -> None:
+    """A launcher inside a launcher would start everything once for each process of the outer one."""
+    environ = os.environ
+    if LAUNCH in environ:
+        raise UsageError(
+            "this is already a process of `evenstep run` (EVENSTEP_LAUNCH is set), and it was asked to start another",
+            do="give the script itself to `evenstep run`, not a command that calls `evenstep run`",
+        )
+    if "RANK" in environ:
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "another launcher, or by hand"
+        raise UsageError(
+            f"RANK={environ['RANK']} is set already (by {launcher}), so this would be a launcher inside a launcher",
+            do="start the script with that launcher alone, or unset RANK, WORLD_SIZE and LOCAL_RANK for `evenstep run`",
+        )
+    world = read_world({name: value for name, value in environ.items() if name != "WORLD_SIZE"})
+    if world.world_size > 1:
+        starter = {"slurm": "srun", "mpi": "mpirun"}.get(world.launcher, world.launcher)
+        raise UsageError(
+            f"{starter} starts `evenstep run` {world.world_size} times: a launcher inside a launcher",
+            do=f"give the script itself to {starter} ({starter} ... python script.py); evenstep finds its place",
+        )
+
+
+def check_script(name: str) -> None:
+    """The script is a file, or a directory with __main__.py."""
+    path = Path(name)
+    try:
+        if path.is_file():
+            with path.open("rb"):
+                return
+        if path.is_dir():
+            if (path / "__main__.py").is_file():
+                return
+            raise UsageError(
+                f"{name} is a directory without __main__.py", do=_or_near("give a script file", _scripts(path))
+            )
+    except OSError as error:
+        raise UsageError(f"cannot read {name}: {error.strerror}", do="see its permissions") from error
+    if path.exists():
+        raise UsageError(f"{name} is not a file", do="give a Python script")
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no script {name}: no directory {path.parent}", do="see the path")
+    near = difflib.get_close_matches(path.stem, [one.stem for one in _scripts(path.parent)], n=3)
+    raise UsageError(
+        f"there is no script {name} in {path.parent.resolve()}",
+        do=_or_near("see the name; options of evenstep come before it", [path.parent / f"{one}.py" for one in near]),
+    )
+
+
+def run_paths(given: str | None, script: str) -> RunPaths:
+    """The run directory: the one asked for, made if need be, or a new one."""
+    if given is None:
+        try:
+            return RunPaths(new_run_directory(script, Path.cwd()))
+        except MachineError as error:
+            raise UsageError(error.message, do=error.do) from error
+    root = Path(given).absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UsageError(f"--run {given} is a file, not a directory", do="name a directory") from None
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise UsageError(
+            f"cannot make the run directory {root}: {error.strerror}",
+            do="free space there, or name another place with --run DIR" if full else "name a writable place with --run",
+        ) from error
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise UsageError(f"the run directory {root} is not writable", do="name a writable place with --run DIR")
+    return RunPaths(root)
+
+
+def process_count(asked: int | str | None) -> int:
+    """How many processes: as asked, or all visible GPUs, or one."""
+    if isinstance(asked, int):
+        return asked
+    gpus = visible_gpus(os.environ)
+    if asked == "gpu" and gpus == 0:
+        raise UsageError("--processes gpu: torch sees no GPU here", do="give a number, or --processes cpu")
+    if asked == "cpu" or (asked == "auto" and gpus == 0):
+        return len(os.sched_getaffinity(0))
+    return max(1, gpus)
+
+
+def _scripts(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.glob("*.py"))
+    except OSError:
+        return []
+
+
+def _or_near(advice: str, near: list[Path]) -> str:
+    return f"{advice}; near it: {', '.join(str(one) for one in near[:5])}" if near else advice

@@ -1,0 +1,116 @@
+"""What the launcher says at the end: the first failure, where the logs are, and how to go on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from pathlib import Path
+
+import click
+
+from evenstep.cli import exits
+from evenstep.launch.failures import Failure
+from evenstep.launch.local import Outcome
+from evenstep.record.paths import RunPaths, checkpoint_step
+
+_LAST_LINES = 15
+
+
+def say(line: str) -> None:
+    """Print one of our own lines, apart from the script's."""
+    click.echo(f"evenstep: {line}", err=True)
+
+
+def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], *, show_all: bool) -> int:
+    """Report a launch that came to its end by itself, and return the command's exit code."""
+    failure = outcome.failure
+    if outcome.server_died is not None and (failure is None or failure.exit.stopped):
+        say(f"the fork server, the parent of all processes, {outcome.server_died}; every process was ended")
+        _tell_where(paths, words)
+        return exits.MACHINE_FAILED
+    if failure is None:
+        return exits.DONE
+    _tell_cause(failure, paths, shown=failure.exit.rank == 0 or show_all)
+    if len(outcome.exits) > 1:
+        say("the other processes were stopped")
+    _tell_where(paths, words)
+    return exits.SCRIPT_FAILED if failure.uncaught is None else failure.uncaught.exit_code
+
+
+def tell_signal(number: int, paths: RunPaths, words: list[str]) -> None:
+    """Report a launch that a signal to the launcher ended."""
+    name = signal.Signals(number).name
+    say(f"stopped by {'Ctrl-C (SIGINT)' if number == signal.SIGINT else name}; no process is left")
+    _tell_where(paths, words)
+
+
+def _tell_cause(failure: Failure, paths: RunPaths, *, shown: bool) -> None:
+    """The process's own words first, unless they are on the terminal already; then which process it was."""
+    error = failure.uncaught
+    rank = failure.exit.rank
+    if error is None:
+        if not shown:
+            _show_tail(paths.log(rank))
+        say(f"rank {rank} {failure.exit.describe()}")
+    elif error.type == "SystemExit":
+        if not shown:
+            _show_tail(paths.log(rank))
+        say(f"rank {rank} called sys.exit({error.message})")
+    else:
+        if not (shown and error.shown):
+            click.echo(error.traceback, err=True, nl=False)
+        first = error.message.partition("\n")[0]
+        say(f"rank {rank} failed: {error.type}{': ' if first else ''}{first}")
+
+
+def _show_tail(log: Path) -> None:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 14)))
+            lines = file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+    except OSError:
+        return
+    if lines:
+        click.echo(f"the end of {_short(log)}:", err=True)
+        for line in lines:
+            click.echo(f"  {line}", err=True)
+
+
+def _tell_where(paths: RunPaths, words: list[str]) -> None:
+    say(f"logs of every process: {_short(paths.log(0).parent)}/")
+    steps = _checkpoints(paths)
+    if steps:
+        say(f"to go on from step {max(steps)}: {resume_command(words, paths)}")
+
+
+def _checkpoints(paths: RunPaths) -> list[int]:
+    try:
+        found = [checkpoint_step(entry.name) for entry in paths.checkpoints.iterdir()]
+    except OSError:
+        return []
+    return [step for step in found if step is not None]
+
+
+def resume_command(words: list[str], paths: RunPaths) -> str:
+    """The same command with the run directory named. `words` are what follows `evenstep`."""
+    options = words[1:]
+    named = any(word == "--run" or word.startswith("--run=") for word in _before_script(options))
+    directory = [] if named else ["--run", _short(paths.root)]
+    return shlex.join(["evenstep", "run", *directory, *options])
+
+
+def _before_script(options: list[str]) -> list[str]:
+    """The launcher's own options, and their values; the script's may have a --run of its own."""
+    switches = {"--exact", "--no-exact", "--fingerprints", "--allow-other-identity", "-m", "--module", "--standalone"}
+    end = 0
+    while end < len(options) and options[end].startswith("-"):
+        if options[end] == "--":
+            break
+        end += 1 if options[end] in switches or "=" in options[end] else 2
+    return options[:end]
+
+
+def _short(path: Path) -> str:
+    """Relative to here, if it is below."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

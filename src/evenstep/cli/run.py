@@ -1,0 +1,154 @@
+"""`evenstep run`: start a script on this host."""
+
+from __future__ import annotations
+
+import click
+
+from evenstep.cli import exits, preflight
+from evenstep.cli.report import say, tell_failure, tell_signal
+from evenstep.environment import Settings
+from evenstep.launch.local import Script, run_local
+
+_POSITIVE = click.IntRange(min=1)
+
+
+def _processes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    """A number from 1, or torchrun's words."""
+    if value is None or value in preflight.PROCESS_WORDS:
+        return value
+    if value.lstrip("-").isdigit():
+        if int(value) >= 1:
+            return int(value)
+        raise click.BadParameter(f"{value} is too few: at least 1 process is needed", ctx, param)
+    raise click.BadParameter(f"{value!r} is neither a number nor {' nor '.join(preflight.PROCESS_WORDS)}", ctx, param)
+
+
+def _elsewhere(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Refuse torchrun's options for several hosts, but for values that mean one host."""
+    alone = {"nnodes": ("1", "1:1"), "node_rank": ("0",)}.get(str(param.name), ())
+    if value is None or value in alone:
+        return
+    if param.name == "master_port":
+        raise click.UsageError(f"{param.opts[0]} is not needed: evenstep finds a free port. Leave it out.")
+    raise click.UsageError(
+        f"{param.opts[0]} {value}: `evenstep run` starts processes on this host only.\n"
+        "  what to do: leave the option out; for several hosts start the script with srun, mpirun or torchrun"
+    )
+
+
+@click.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog="Exit codes: 0 done; 1 the script failed; 2 wrong usage; 4 hosts, network or disk failed; "
+    "128 + number for a signal (130: Ctrl-C).",
+)
+@click.option(
+    "--processes",
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "processes",
+    metavar="N",
+    callback=_processes,
+    help="Training processes; also gpu, cpu or auto. Default: all visible GPUs, else one.",
+)
+@click.option("--global-batch", type=_POSITIVE, metavar="B", help="Samples of one optimizer step, over all processes.")
+@click.option("--micro-batch", type=_POSITIVE, metavar="M", help="Samples of one forward and backward.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="S", help="Seed of sample order and randomness.")
+@click.option(
+    "--run",
+    "run_directory",
+    type=click.Path(),
+    metavar="DIR",
+    help="Run directory: logs, checkpoints, metrics. One that has checkpoints is resumed. Default: a new one in runs/.",
+)
+@click.option(
+    "--exact/--no-exact", default=None, help="Same bits on every layout (the default), or equal to rounding and faster."
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "gloo", "nccl", "mpi", "ucc"]),
+    help="What processes talk through. auto: nccl where there are GPUs, else gloo.",
+)
+@click.option("--threads", type=_POSITIVE, metavar="T", help="Intra-op threads of each process.")
+@click.option("--checkpoint-every", type=_POSITIVE, metavar="N", help="Optimizer steps between checkpoints.")
+@click.option("--keep", type=_POSITIVE, metavar="K", help="Checkpoints to keep.")
+@click.option("--fingerprints", is_flag=True, default=None, help="Record a fingerprint of the training at every step.")
+@click.option(
+    "--allow-other-identity",
+    is_flag=True,
+    default=None,
+    help="Resume although the run directory was made under another identity (seed, torch version, ...).",
+)
+@click.option(
+    "--output",
+    type=click.Choice(["first", "all"]),
+    default="first",
+    show_default=True,
+    help="Whose output to show: rank 0's, or everybody's, marked [rank]. Logs have everybody's.",
+)
+@click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.option("--standalone", is_flag=True, hidden=True)
+@click.option("--nnodes", hidden=True, expose_value=False, callback=_elsewhere)
+@click.option("--node-rank", "--node_rank", hidden=True, expose_value=False, callback=_elsewhere)
+@click.option("--rdzv-backend", "--rdzv_backend", hidden=True, expose_value=False, callback=_elsewhere)
+@click.option("--rdzv-endpoint", "--rdzv_endpoint", hidden=True, expose_value=False, callback=_elsewhere)
+@click.option("--rdzv-id", "--rdzv_id", hidden=True, expose_value=False, callback=_elsewhere)
+@click.option("--rdzv-conf", "--rdzv_conf", hidden=True, expose_value=False, callback=_elsewhere)
+@click.option("--master-addr", "--master_addr", hidden=True, expose_value=False, callback=_elsewhere)
+@click.option("--master-port", "--master_port", hidden=True, expose_value=False, callback=_elsewhere)
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_obj
+def run(
+    words: list[str],
+    processes: int | str | None,
+    global_batch: int | None,
+    micro_batch: int | None,
+    seed: int | None,
+    run_directory: str | None,
+    exact: bool | None,
+    backend: str | None,
+    threads: int | None,
+    checkpoint_every: int | None,
+    keep: int | None,
+    fingerprints: bool | None,
+    allow_other_identity: bool | None,
+    output: str,
+    as_module: bool,
+    standalone: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> int:
+    """Run SCRIPT with its own ARGUMENTS as several processes of this host.
+
+    SCRIPT is a training script, as for python: one that uses evenstep, or any that reads RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR and MASTER_PORT.
+    """
+    preflight.refuse_nested()
+    if not as_module:
+        preflight.check_script(script)
+    paths = preflight.run_paths(run_directory, script)
+    settings = Settings(
+        run=str(paths.root),
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        seed=seed,
+        exact=exact,
+        backend=backend,
+        threads=threads,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        fingerprints=fingerprints or None,
+        allow_other_identity=allow_other_identity or None,
+    )
+    outcome = run_local(
+        Script(script, as_module, arguments),
+        paths,
+        preflight.process_count(processes),
+        settings,
+        show_all=output == "all",
+        say=say,
+    )
+    if outcome.signal is not None:
+        tell_signal(outcome.signal, paths, words)
+        return exits.by_signal(outcome.signal)
+    return tell_failure(outcome, paths, words, show_all=output == "all")

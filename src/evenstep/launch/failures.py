@@ -1,0 +1,136 @@
+"""How a training process ended, written by itself or read from its exit status; and which end came first."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_SCHEMA = 1
+
+# What gloo, NCCL and torch's store say when another process is gone: a consequence, seldom the cause.
+_PEER_GONE = re.compile(
+    r"connection (closed|reset) by peer|connection was (closed|reset|aborted)|broken pipe|socket closed"
+    r"|timed out waiting .*(recv|send) operation|(recv|send)value failed|failed to recv, got 0 bytes"
+    r"|remote process exited|remote error|connectfullmesh failed|gloo connect|NCCL communicator was aborted"
+    r"|wait timeout after|the client socket has (failed|timed out)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Uncaught:
+    """The exception that a process ended with."""
+
+    rank: int
+    type: str
+    message: str
+    traceback: str  # as Python prints it, without the launcher's frames; "" for sys.exit
+    secondary: bool  # another process's end is the likely cause
+    exit_code: int  # by the table in cli/exits.py
+    shown: bool  # already on the process's own error stream
+    time: float  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A training process's end, as its parent saw it."""
+
+    rank: int
+    code: int  # 0 and above: exit code; below: minus the signal
+    stopped: bool  # after the launcher had told it to stop
+    time: float  # seconds since 1970
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0
+
+    def describe(self) -> str:
+        """In words: the exit code, or the signal by name."""
+        if self.code >= 0:
+            return f"exited with code {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        hint = ""
+        if self.code == -signal.SIGKILL:
+            hint = " (the kernel's out-of-memory killer does this: see `dmesg`, and free memory or use fewer processes)"
+        elif self.code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE):
+            hint = " (a crash in native code; its log has the Python stack)"
+        return f"was killed by {name}{hint}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The one failure that is reported, with what the process said of it."""
+
+    exit: Exit
+    uncaught: Uncaught | None
+
+    @property
+    def when(self) -> float:
+        """When it raised, or else ended (seconds since 1970)."""
+        return self.exit.time if self.uncaught is None else self.uncaught.time
+
+
+def error_path(log: Path) -> Path:
+    """Where a process records its uncaught exception: beside its log."""
+    return log.with_suffix(".error.json")
+
+
+def write_uncaught(path: Path, uncaught: Uncaught) -> None:
+    """Publish the record whole. A disk that does not take it is no reason to fail in another way."""
+    aside = path.with_suffix(".tmp")
+    with suppress(OSError):
+        aside.write_text(json.dumps({"schema": _SCHEMA, **asdict(uncaught)}))
+        os.replace(aside, path)
+
+
+def read_uncaught(path: Path) -> Uncaught | None:
+    """The record, or None if the process left none."""
+    try:
+        fields = json.loads(path.read_text())
+        if fields.pop("schema") != _SCHEMA:
+            return None
+        return Uncaught(**fields)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an exception looks like the consequence of another process's failure."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if any(kind.__name__ == "PeerFailed" for kind in type(cause).__mro__):
+            return True
+        # ConnectionError and its like from the user's own network traffic are no RuntimeErrors.
+        if isinstance(cause, RuntimeError) and _PEER_GONE.search(str(cause)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def first_failure(exits: Iterable[Exit], uncaught: Iterable[Uncaught]) -> Failure | None:
+    """Of the processes that failed, the one that led: neither stopped by the launcher nor felled by a peer's end.
+
+    Among equals, who raised or ended first.
+    """
+    said = {error.rank: error for error in uncaught}
+    failures = [Failure(exit, said.get(exit.rank)) for exit in exits if exit.failed]
+    return min(failures, key=lambda one: (_remove(one), one.when), default=None)
+
+
+def _remove(failure: Failure) -> int:
+    """How far from the cause: 0 may be it, 1 a peer's end, 2 the launcher's own doing."""
+    error = failure.uncaught
+    if failure.exit.stopped and (error is None or error.type in ("SystemExit", "KeyboardInterrupt")):
+        return 2
+    return 1 if error is not None and error.secondary else 0

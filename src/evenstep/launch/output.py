@@ -1,0 +1,125 @@
+"""Carry the processes' output to their logs, and rank 0's to the terminal, byte for byte."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import struct
+import sys
+import termios
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from evenstep.record.append import AppendFile
+from evenstep.record.paths import RunPaths
+
+_LONGEST_LINE = 1 << 16  # a prefixed line is passed on at this length, ended or not
+
+
+@dataclass
+class Stream:
+    """One process's output (or error) stream on its way."""
+
+    source: int  # read here
+    log: AppendFile
+    terminal: int | None  # written there too
+    prefix: bytes = b""  # before each line on the terminal
+    is_terminal: bool = False  # the process sees a terminal: `source` is a pty's master
+    _line: bytes = field(default=b"", repr=False)
+
+    def carry(self) -> bool:
+        """Pass on what is there. False at the end of the stream."""
+        try:
+            data = os.read(self.source, 1 << 16)
+        except OSError as error:
+            if error.errno != errno.EIO:  # a pty's way of saying that nobody holds its other end
+                raise
+            data = b""
+        if data:
+            self.log.append(data)
+        text = self._whole_lines(data) if self.prefix else data
+        if self.terminal is not None and text and not _write(self.terminal, text):
+            self.terminal = None  # who read it is gone (`| head`); training goes on, and so does the log
+        return bool(data)
+
+    def _whole_lines(self, data: bytes) -> bytes:
+        """Prefix whole lines and keep the rest; at the end of the stream (no data) pass the rest on."""
+        text = self._line + data
+        end = text.rfind(b"\n") + 1
+        if not data or len(text) - end > _LONGEST_LINE:
+            end = len(text)
+        self._line = text[end:]
+        lines = text[:end].removesuffix(b"\n").split(b"\n") if end else []
+        return b"".join(self.prefix + line + b"\n" for line in lines)
+
+
+def open_streams(
+    paths: RunPaths, processes: int, *, show_all: bool, on_error: Callable[[str], None]
+) -> tuple[list[Stream], list[tuple[int, int]]]:
+    """The streams to carry, and by rank the descriptors that become its stdout and stderr.
+
+    Rank 0 gets what the launcher has: a terminal where the launcher's stream is one, else a pipe; the two streams
+    stay apart unless both are terminals. The others get one pipe for both.
+    """
+    log = AppendFile(paths.log(0), on_error)
+    out_fd, err_fd = sys.__stdout__.fileno(), sys.__stderr__.fileno()  # type: ignore[union-attr]  # a command has both
+    streams: list[Stream] = []
+    if os.isatty(out_fd) and os.isatty(err_fd):
+        source, out = _terminal(out_fd)
+        streams.append(Stream(source, log, out_fd, is_terminal=True))
+        ends = [(out, out)]
+    else:
+        pair: list[int] = []
+        for descriptor in (out_fd, err_fd):
+            is_terminal = os.isatty(descriptor)
+            source, end = _terminal(descriptor) if is_terminal else os.pipe()
+            streams.append(Stream(source, log, descriptor, is_terminal=is_terminal))
+            pair.append(end)
+        ends = [(pair[0], pair[1])]
+    for rank in range(1, processes):
+        source, end = os.pipe()
+        prefix = f"[{rank}] ".encode() if show_all else b""
+        streams.append(Stream(source, AppendFile(paths.log(rank), on_error), out_fd if show_all else None, prefix))
+        ends.append((end, end))
+    return streams, ends
+
+
+def resize(streams: list[Stream]) -> None:
+    """Give the processes' terminals the size of ours."""
+    for stream in streams:
+        if stream.is_terminal and stream.terminal is not None:
+            _copy_size(stream.terminal, stream.source)
+
+
+def _terminal(model: int) -> tuple[int, int]:
+    """A new pseudo-terminal like `model`: (our end, the process's end). It passes bytes through as they are."""
+    ours, theirs = os.openpty()
+    with suppress(termios.error):
+        attributes = termios.tcgetattr(model)
+        attributes[1] &= ~termios.OPOST  # the real terminal adds its carriage returns itself
+        attributes[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG)
+        termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    _copy_size(model, ours)
+    return ours, theirs
+
+
+def _copy_size(model: int, other: int) -> None:
+    with suppress(OSError):
+        size = fcntl.ioctl(model, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+        fcntl.ioctl(other, termios.TIOCSWINSZ, size)
+
+
+def _write(descriptor: int, data: bytes) -> bool:
+    """Write all of it, however slowly it is read. False if nobody reads any more."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(descriptor, rest) :]
+        except BlockingIOError:  # somebody made the shared terminal non-blocking
+            select.select([], [descriptor], [])
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,115 @@
+"""Watch the training processes from their parent: reap them, stop all when one fails, leave none behind.
+
+This runs in the fork server, which never touches the terminal; so a terminal that stands still holds nothing up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from evenstep.launch.failures import error_path, read_uncaught
+from evenstep.launch.job import Job
+from evenstep.launch.kinship import sweep
+
+# From the first failure to the last process's end it takes at most one second: waiting for a likelier cause, then
+# for processes to end by themselves.
+_AFTER_CAUSE = 0.03
+_AFTER_CONSEQUENCE = 0.3
+_GRACE_AFTER_FAILURE = 0.4
+_GRACE_AFTER_SIGNAL = 3.0  # Ctrl-C and the like: the script may want to save something
+_WAY_OUT = 10.0  # for a script that has failed and has not ended yet (atexit functions, threads)
+
+Emit = Callable[..., None]
+
+
+def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woken: int, emit: Emit) -> None:
+    """Watch the processes (pid -> rank) until all have ended, then kill whatever else they left.
+
+    `commands` is the launcher's pipe: lines {"stop": signal}, {"kill": true} or {"tell": signal}; its end means that
+    the launcher is gone. `failed` is where a process says that it has failed; `woken` is readable after SIGCHLD.
+    `emit(event, **fields)` reports each end.
+    """
+    live = dict(pids)
+    ended: set[int] = set()
+    stopping = False
+    next_signal = signal.SIGTERM
+    deadline: float | None = None
+    pending = b""
+
+    while live:
+        wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+        readable, _, _ = select.select([commands, failed, woken], [], [], wait)
+        now = time.monotonic()
+
+        if woken in readable:
+            with suppress(BlockingIOError):
+                os.read(woken, 4096)
+        for pid, code in _reap():
+            if pid not in live:
+                continue  # an adopted orphan
+            rank = live.pop(pid)
+            ended.add(rank)
+            emit("exit", rank=rank, code=code, stopped=stopping, time=time.time())
+            if code != 0 and not stopping:
+                patience = _AFTER_CONSEQUENCE if _looks_secondary(job, rank) else _AFTER_CAUSE
+                deadline = min(deadline or now + patience, now + patience)
+
+        if failed in readable and os.read(failed, 4096) and not stopping and deadline is None:
+            deadline = now + _WAY_OUT
+
+        if commands in readable:
+            data = os.read(commands, 4096)
+            if not data:
+                _signal(live, signal.SIGKILL)
+                break
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                command = json.loads(line)
+                if "tell" in command:
+                    _signal(live, command["tell"])
+                elif "kill" in command:
+                    stopping, deadline, next_signal = True, now, signal.SIGKILL
+                elif not stopping:
+                    stopping, next_signal, deadline = True, signal.SIGKILL, now + _GRACE_AFTER_SIGNAL
+                    _signal(live, command["stop"])
+
+        if deadline is not None and now >= deadline and live:
+            _signal(live, next_signal)
+            stopping = True
+            deadline = now + (_GRACE_AFTER_FAILURE if next_signal == signal.SIGTERM else 0.1)
+            next_signal = signal.SIGKILL
+
+    found = sweep(job.tag)
+    _reap()
+    emit("done", left=list(found.values()))
+
+
+def _reap() -> list[tuple[int, int]]:
+    """Every child that has ended: its pid, and its exit code or minus its signal."""
+    ends: list[tuple[int, int]] = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ends
+        if pid == 0:
+            return ends
+        ends.append((pid, os.waitstatus_to_exitcode(status)))
+
+
+def _signal(live: Mapping[int, int], number: int) -> None:
+    """Signal the processes' groups: loader processes and subprocesses too, as a terminal would."""
+    for pid in live:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+
+
+def _looks_secondary(job: Job, rank: int) -> bool:
+    uncaught = read_uncaught(error_path(job.paths().log(rank)))
+    return uncaught is not None and uncaught.secondary
