@@ -1,0 +1,309 @@
+"""Evaluation and prediction: each sample once on any layout, and the same answer on every process.
+
+A function of the user's that raises on one process ends the call on all of them: the one raises its own exception,
+the others PeerFailed with its rank and its message. Nobody waits for a process that will not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from evenstep.errors import EvenstepError, PeerFailed, UsageError
+from evenstep.plan.order import Natural
+from evenstep.plan.schedule import Schedule
+from evenstep.plan.tree import Node, combine, share, subtrees, tree_sum
+from evenstep.train.data import MicroBatch, Reader, checked_dataset, shares, to_device
+from evenstep.train.loss import evaluating
+from evenstep.train.meeting import Meeting
+from evenstep.train.randomness import Randomness, key
+from evenstep.train.state import decode_tree, encode_tree
+
+Collate = Callable[[list[Any]], Any]
+Pair = tuple[float, float]
+
+_ALONE = ""  # the name of the one pair of a function that returns no dict
+
+
+def evaluate(
+    data: Any,
+    fn: Callable[..., Any],
+    models: Sequence[nn.Module],
+    *,
+    micro_batch: int,
+    randomness: Randomness,
+    meeting: Meeting,
+    device: torch.device | str = "cpu",
+    step: int = 0,
+    collate: Collate | None = None,
+    loaders: int = 0,
+) -> float | dict[str, float]:
+    """The mean of `fn` over `data`: a number, or {name: number}, equal on every process and layout.
+
+    `fn(*models, batch)` returns (sum over the samples, weight), or {name: (sum, weight)}. Models are in eval mode
+    without gradients; afterwards each module is in the mode that it was in.
+    """
+    checked_dataset(data)
+    schedule = _schedule(data, micro_batch)
+    count = schedule.step(0).micro_batches
+    mine = share(count, meeting.world_size, meeting.rank)
+
+    def work() -> bytes:
+        found: list[dict[str, tuple[Any, Any]]] = []
+
+        def take(m: MicroBatch, returned: Any) -> None:
+            found.append(_pairs(returned, f"{_name(fn)}, micro-batch {m.index}"))
+
+        with _reader(data, schedule, randomness, meeting, device, collate, loaders, "evaluate") as reader:
+            _run(reader, fn, models, randomness, device, ("evaluate", step), take)
+        values = [{name: (float(s), float(w)) for name, (s, w) in pairs.items()} for pairs in found]
+        return json.dumps(_parts(values, mine)).encode()
+
+    answers = _together(meeting, "evaluate", f"{len(data)} samples, micro-batches of {schedule.micro_batch}", work)
+    parts: dict[str, dict[Node, Pair]] = {}
+    for answer in answers:
+        for name, level, index, total, weight in json.loads(answer):
+            parts.setdefault(name, {})[Node(level, index)] = (total, weight)
+    means = {name: _mean(name, of_name, count, fn) for name, of_name in parts.items()}
+    if len(means) > 1 and _ALONE in means:
+        raise UsageError(
+            f"{_name(fn)} returned (sum, weight) for some micro-batches and a dict for others",
+            do="return the same form always",
+        )
+    return means.get(_ALONE, means)
+
+
+def predict(
+    data: Any,
+    fn: Callable[..., Any],
+    models: Sequence[nn.Module],
+    *,
+    micro_batch: int,
+    randomness: Randomness,
+    meeting: Meeting,
+    device: torch.device | str = "cpu",
+    step: int = 0,
+    collate: Collate | None = None,
+    loaders: int = 0,
+) -> Any:
+    """The outputs of `fn` for all of `data`, in data order, on every process; tensors on the CPU.
+
+    `fn(*models, batch)` returns a tensor or array (dimension 0: the samples), a list (one entry a sample), or dicts
+    and tuples of them.
+    """
+    checked_dataset(data)
+    schedule = _schedule(data, micro_batch)
+
+    def work() -> bytes:
+        outputs: list[Any] = []
+        forms: list[str] = []
+
+        def take(m: MicroBatch, returned: Any) -> None:
+            where = f"{_name(fn)}, micro-batch {m.index}"
+            outputs.append(_rows(returned, m.size, where))
+            forms.append(_form(outputs[-1]))
+            if forms[-1] != forms[0]:
+                raise _ragged(f"it returned {forms[0]}", f"{where} returned {forms[-1]}")
+
+        with _reader(data, schedule, randomness, meeting, device, collate, loaders, "predict") as reader:
+            _run(reader, fn, models, randomness, device, ("predict", step), take)
+        return encode_tree([forms[0], _joined(outputs)] if outputs else ["", None])
+
+    answers = _together(meeting, "predict", f"{len(data)} samples, micro-batches of {schedule.micro_batch}", work)
+    found = [(rank, *decode_tree(answer)) for rank, answer in enumerate(answers)]
+    outputs = [(rank, form, output) for rank, form, output in found if form]
+    for rank, form, _ in outputs[1:]:
+        if form != outputs[0][1]:
+            raise _ragged(f"{_name(fn)} returned {outputs[0][1]} on rank 0", f"{form} on rank {rank}")
+    return _joined([output for _, _, output in outputs])
+
+
+def _schedule(data: Any, micro_batch: int) -> Schedule:
+    """One step over the whole data set."""
+    return Schedule(len(data), len(data), min(micro_batch, len(data)), steps=1)
+
+
+def _reader(
+    data: Any,
+    schedule: Schedule,
+    randomness: Randomness,
+    meeting: Meeting,
+    device: torch.device | str,
+    collate: Collate | None,
+    loaders: int,
+    what: str,
+) -> Reader:
+    """Reads this process's micro-batches."""
+    mine = shares(schedule, meeting.world_size, meeting.rank)
+    seed = key(randomness.seed, what)
+    pin = torch.device(device).type == "cuda"
+    order = Natural(len(data))
+    return Reader(data, order, mine, seed=seed, rank=meeting.rank, collate=collate, loaders=loaders, pin=pin)
+
+
+def _run(
+    reader: Reader,
+    fn: Callable[..., Any],
+    models: Sequence[nn.Module],
+    randomness: Randomness,
+    device: torch.device | str,
+    work: tuple[str, int],
+    take: Callable[[MicroBatch, Any], None],
+) -> None:
+    """Hands to `take` what `fn` returns for each micro-batch."""
+    with evaluating(models), randomness.keyed():
+        for m, batch in reader:
+            randomness.begin(*work, m.index)
+            take(m, fn(*models, to_device(batch, device)))
+
+
+def _together(meeting: Meeting, kind: str, signature: str, work: Callable[[], bytes]) -> list[bytes]:
+    """What `work` returned on every process. Where it raised on one, all processes raise."""
+    try:
+        done = b"+" + work()
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}".encode()
+        with contextlib.suppress(EvenstepError):  # ours is the reason, whatever has become of the others
+            meeting.exchange(kind, b"-" + told, signature=signature)
+        raise
+    answers = meeting.exchange(kind, done, signature=signature)
+    for rank, answer in enumerate(answers):
+        if answer[:1] == b"-":
+            raise PeerFailed(f"rank {rank} failed in {kind}: {answer[1:].decode()}", do=f"see the log of rank {rank}")
+    return [answer[1:] for answer in answers]
+
+
+# ---- sums
+
+
+def _pairs(returned: Any, where: str) -> dict[str, tuple[Any, Any]]:
+    """{name: (sum, weight)} from what the user's function returned; each a number, or a tensor of one element."""
+    if isinstance(returned, Mapping):
+        return {str(name): _pair(value, f"{where}, {name!r}") for name, value in returned.items()}
+    return {_ALONE: _pair(returned, where)}
+
+
+def _pair(value: Any, where: str) -> tuple[Any, Any]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise UsageError(
+            f"{where} returned {_kind(value)}, expected (sum over the samples, weight)",
+            do="return (correct.sum(), len(labels)), or a dict {name: (sum, weight)}",
+        )
+    for number in value:
+        scalar = number.numel() == 1 if isinstance(number, torch.Tensor) else isinstance(number, numbers.Real)
+        if not scalar:
+            raise UsageError(
+                f"{where} returned {_kind(number)} where a number was expected",
+                do="sum over the samples: (correct.sum(), len(labels))",
+            )
+    total, weight = (v.detach() if isinstance(v, torch.Tensor) else v for v in value)
+    return total, weight
+
+
+def _parts(values: Sequence[Mapping[str, Pair]], leaves: range) -> list[tuple[str, int, int, float, float]]:
+    """This process's sums for the whole nodes of the tree that cover its leaves: (name, level, index, sum, weight)."""
+    parts = []
+    for name in dict.fromkeys(name for value in values for name in value):
+        for node in subtrees(leaves):
+            start = (node.index << node.level) - leaves.start
+            pairs = [value.get(name) for value in values[start : start + (1 << node.level)]]
+            if any(pair is not None for pair in pairs):
+                total = tree_sum(None if pair is None else pair[0] for pair in pairs)
+                weight = tree_sum(None if pair is None else pair[1] for pair in pairs)
+                parts.append((name, node.level, node.index, total, weight))
+    return parts
+
+
+def _mean(name: str, parts: Mapping[Node, Pair], count: int, fn: Callable[..., Any]) -> float:
+    total = combine({node: pair[0] for node, pair in parts.items()}, count, lambda a, b: a + b)
+    weight = combine({node: pair[1] for node, pair in parts.items()}, count, lambda a, b: a + b)
+    of = f" of {name!r}" if name else ""
+    if total is None or weight is None or not 0 < weight < math.inf:
+        raise UsageError(
+            f"the total weight{of} that {_name(fn)} returned is {weight}, expected a positive finite number",
+            do="the weight is how many samples (or tokens) the sum is over",
+        )
+    return total / weight
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{type(value).__name__} ({value!r})" if isinstance(value, numbers.Number) else type(value).__name__
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+# ---- rows
+
+
+def _rows(nest: Any, size: int, where: str) -> Any:
+    """`nest` in plain dicts and tuples, on the CPU, after a look at whether it has a row for each of `size` samples."""
+    if isinstance(nest, Mapping):
+        return {name: _rows(value, size, f"{where}, {name!r}") for name, value in nest.items()}
+    if isinstance(nest, tuple):
+        return tuple(_rows(value, size, f"{where}, [{j}]") for j, value in enumerate(nest))
+    if nest is None:
+        return None
+    if isinstance(nest, (torch.Tensor, np.ndarray)):
+        if nest.ndim == 0 or nest.shape[0] != size:
+            raise UsageError(
+                f"{where} returned shape {tuple(nest.shape)} for {size} samples, expected {size} rows",
+                do="return one row a sample, along dimension 0",
+            )
+        return nest.detach().cpu() if isinstance(nest, torch.Tensor) else nest
+    if isinstance(nest, list):
+        if len(nest) != size:
+            raise UsageError(
+                f"{where} returned a list of {len(nest)} for {size} samples, expected one entry a sample",
+                do="return several outputs as a tuple or a dict; a list has one entry a sample",
+            )
+        return [to_device(entry, "cpu") for entry in nest]
+    raise UsageError(
+        f"{where} returned {_kind(nest)}, expected tensors or lists with a row or entry for each of {size} samples",
+        do="return what you need of each sample, for example model(images).argmax(1)",
+    )
+
+
+def _form(nest: Any) -> str:
+    """What must be the same in all micro-batches."""
+    if isinstance(nest, dict):
+        return "{" + ", ".join(f"{name!r}: {_form(value)}" for name, value in nest.items()) + "}"
+    if isinstance(nest, tuple):
+        return "(" + ", ".join(map(_form, nest)) + ")"
+    if isinstance(nest, (torch.Tensor, np.ndarray)):
+        sizes = ", ".join(["rows", *map(str, nest.shape[1:])])
+        return f"{str(nest.dtype).removeprefix('torch.')}[{sizes}]"
+    return "None" if nest is None else "list"
+
+
+def _joined(parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: _joined([part[name] for part in parts]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(_joined(list(column)) for column in zip(*parts, strict=True))
+    if isinstance(first, torch.Tensor):
+        return torch.cat(parts)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts)
+    return None if first is None else [entry for part in parts for entry in part]
+
+
+def _ragged(one: str, other: str) -> UsageError:
+    return UsageError(
+        f"predict cannot join what differs in more than its rows: {one}; {other}",
+        do="pad it to one size, or return a list with one entry a sample",
+    )
