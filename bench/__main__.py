@@ -1,0 +1,130 @@
+"""python -m bench: measures everything and prints one table with the targets. About five minutes on two quiet cores."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench import sides
+
+HERE = Path(__file__).resolve().parent
+LAUNCH_PROCESSES = 8
+LAUNCH_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A line of the table: what was measured (a number; its spread) and what it may be at most."""
+
+    what: str
+    value: float
+    target: float
+    unit: str = ""
+    note: str = ""
+
+
+def main() -> int:
+    console = Console()
+    started = time.monotonic()
+    table = Table(title="evenstep against hand-written DDP and torchrun", title_justify="left", title_style="bold")
+    for name in ("measured here", "value", "target", "", "note"):
+        table.add_column(name, justify="right" if name in ("value", "target") else "left")
+    missed = 0
+    for measure in (order, launch, step, memory):
+        with console.status(f"measuring: {measure.__name__}"):
+            for line in measure():
+                met = line.value <= line.target
+                missed += not met
+                console.print(f"{line.what}: {line.value:.3g}{line.unit}", highlight=False)
+                table.add_row(
+                    line.what,
+                    f"{line.value:.3g}{line.unit}",
+                    f"<= {line.target:g}{line.unit}",
+                    "[green]met[/]" if met else "[red]missed[/]",
+                    line.note,
+                )
+    console.print(table)
+    console.print(f"[dim]{missed} missed, {time.monotonic() - started:.0f} s[/]")
+    return 0
+
+
+def order() -> Iterator[Measured]:
+    found = last_json([sys.executable, str(HERE / "order.py")])
+    note = f"DistributedSampler: {found['listed_seconds']:.2f} s for {found['listed']:.0e} samples"
+    yield Measured("first batch of 10^9 samples", 1000 * found["seconds"], 10, " ms", note)
+    yield Measured("its memory", found["bytes"] / 1e6, 1, " MB")
+
+
+def launch() -> Iterator[Measured]:
+    """From the command to the first optimizer step of a plain DDP script, turn about."""
+    script = str(HERE / "first_step.py")
+    count = str(LAUNCH_PROCESSES)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, script]
+    ours: list[float] = []
+    theirs: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(LAUNCH_ROUNDS):
+            evenstep = evenstep_run(LAUNCH_PROCESSES, f"{folder}/{number}", script)
+            for command, times in ((evenstep, ours), (torchrun, theirs)):
+                began = time.time()
+                times.append(last_json(command)["time"] - began)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    note = f"{statistics.median(ours):.2f} s and {statistics.median(theirs):.2f} s; {spread(ratios)}"
+    yield Measured(f"launch to first step, {count} processes, / torchrun", statistics.median(ratios), 0.3, "", note)
+
+
+def step() -> Iterator[Measured]:
+    targets = {"transformer": 1.05, "mlp": 1.10}
+    for name, target in targets.items():
+        with tempfile.TemporaryDirectory() as folder:
+            ratios = last_json(evenstep_run(2, folder, str(HERE / "step.py"), name))
+        exact, equal = ratios["exact"], ratios["equal"]
+        yield Measured(f"step, {name}, exact, / DDP", statistics.median(exact), target, "", spread(exact))
+        yield Measured(f"step, {name}, --no-exact, / DDP", statistics.median(equal), 1.02, "", spread(equal))
+
+
+def memory() -> Iterator[Measured]:
+    found = {}
+    for side in ("evenstep", "ddp"):
+        with tempfile.TemporaryDirectory() as folder:
+            found[side] = last_json(evenstep_run(2, folder, str(HERE / "memory.py"), side))
+    gradients = found["ddp"]["gradients"]
+    copies = math.log2(sides.SHARE)
+    ours, theirs = found["evenstep"]["peak"], found["ddp"]["peak"]
+    note = f"{ours / 1e6:.0f} MB and {theirs / 1e6:.0f} MB; a gradient copy is {gradients / 1e6:.0f} MB"
+    what = f"peak memory less {copies:g} gradient copies, / DDP"
+    yield Measured(what, (ours - copies * gradients) / theirs, 1.05, "", note)
+
+
+def evenstep_run(processes: int, run: str, *script: str) -> list[str]:
+    return [sys.executable, "-m", "evenstep", "run", "--processes", str(processes), "--run", run, *script]
+
+
+def last_json(command: list[str]) -> dict[str, Any]:
+    """The last line of JSON that a command prints."""
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    lines = [line for line in done.stdout.splitlines() if line.lstrip().startswith("{")]
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def spread(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} pairs"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

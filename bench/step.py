@@ -1,0 +1,65 @@
+"""What a step costs against hand-written DDP. Run by `evenstep run --processes 2 bench/step.py WORKLOAD`.
+
+Both sides live in the same processes and take turns, a few steps each, so that a machine that is slower for a while is
+slower for both. Prints {"exact": [ratio, ...], "equal": [ratio, ...]}: one for each pair of turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench.sides import ddp_side, evenstep_side, start
+from bench.workloads import workload
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workload", choices=["transformer", "mlp"])
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=3, help="steps in a turn")
+    options = parser.parse_args()
+    work = workload(options.workload)
+    ratios: dict[str, list[float]] = {}
+    for name, exact in (("exact", True), ("equal", False)):
+        run = start(work, int(os.environ["WORLD_SIZE"]), exact=exact)
+        ours, theirs = evenstep_side(run, work), ddp_side(work)
+        turn(ours, 2, deterministic=exact)  # the first steps check, allocate and build
+        turn(theirs, 3, deterministic=False)
+        ratios[name] = []
+        for number in range(options.turns):
+            if number % 2 == 0:
+                seconds = turn(ours, options.steps, deterministic=exact)
+                ratio = seconds / turn(theirs, options.steps, deterministic=False)
+            else:
+                seconds = turn(theirs, options.steps, deterministic=False)
+                ratio = turn(ours, options.steps, deterministic=exact) / seconds
+            ratios[name].append(ratio)
+        del ours, theirs  # DDP before its process group
+        run.close()
+    if os.environ["RANK"] == "0":
+        print(json.dumps(ratios), flush=True)
+
+
+def turn(side: Iterator[float], steps: int, *, deterministic: bool) -> float:
+    """Seconds for so many steps of one side, until the slowest process has done them."""
+    torch.use_deterministic_algorithms(deterministic)
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(steps):
+        next(side)
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
