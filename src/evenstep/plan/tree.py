@@ -46,19 +46,20 @@ def root(leaves: int) -> Node:
 
 def combine(parts: Mapping[Node, T], leaves: int, add: Callable[[T, T], T]) -> T | None:
     """The sum at the root, from nodes that together cover every leaf that counts. None if there are none."""
+    return _value(root(leaves), parts, leaves, add)
 
-    def value(node: Node) -> T | None:
-        if node in parts:
-            return parts[node]
-        level, index = node
-        if level == 0 or index << level >= leaves:
-            return None
-        left, right = value(Node(level - 1, 2 * index)), value(Node(level - 1, 2 * index + 1))
-        if left is None:
-            return right
-        return left if right is None else add(left, right)
 
-    return value(root(leaves))
+def _value(node: Node, parts: Mapping[Node, T], leaves: int, add: Callable[[T, T], T]) -> T | None:
+    if node in parts:
+        return parts[node]
+    level, index = node
+    if level == 0 or index << level >= leaves:
+        return None
+    left = _value(Node(level - 1, 2 * index), parts, leaves, add)
+    right = _value(Node(level - 1, 2 * index + 1), parts, leaves, add)
+    if left is None:
+        return right
+    return left if right is None else add(left, right)
 
 
 def tree_sum(leaves: Iterable[float | None]) -> float:

@@ -378,33 +378,56 @@ class Reduction:
                 out[: bucket.elements].div_(self.divisor)
 
     def _reduce_exact(self, bucket: Bucket, rows: list[list[list[Tensor]]]) -> None:
-        owner, world = self.owner, self.owner.world_size
+        rank, world = self.owner.rank, self.owner.world_size
         chunk = -(-bucket.length // world)
         out = bucket.memory(world * chunk)
-        if len(rows) == 1:
-            self._fold(bucket, out, rows[0])
-            send = out
-        elif rows:
-            stage = owner.scratch("stage", len(rows) * world * chunk, bucket).view(len(rows), world * chunk)
-            for flat, row in zip(stage, rows, strict=True):
-                self._fold(bucket, flat, row)
-            send = owner.scratch("send", stage.numel(), bucket)
-            send.view(world, len(rows), chunk).copy_(stage.view(len(rows), world, chunk).transpose(0, 1))
-        else:
-            send = out[:0]
-        sizes = [len(nodes) * chunk for nodes in self.nodes]
-        received = owner.scratch("received", sum(sizes), bucket)
-        dist.all_to_all_single(received, send, sizes, [len(rows) * chunk] * world, group=owner.group)
+        own = out[rank * chunk : (rank + 1) * chunk]
+        send, kept = self._to_send(bucket, rows, out, chunk)
+        sizes_in = [len(nodes) * chunk for nodes in self.nodes]
+        sizes_out = [len(rows) * chunk] * world
+        if kept is not None:  # this process's own part does not travel
+            sizes_in[rank] = sizes_out[rank] = 0
+        received = self.owner.scratch("received", sum(sizes_in), bucket)
+        dist.all_to_all_single(received, send, sizes_in, sizes_out, group=self.owner.group)
         parts: dict[Node, Tensor] = {}
-        for nodes, block in zip(self.nodes, received.split(sizes), strict=True):
-            parts.update(zip(nodes, block.split(chunk) if nodes else (), strict=True))
+        for r, (nodes, block) in enumerate(zip(self.nodes, received.split(sizes_in), strict=True)):
+            pieces = kept if kept is not None and r == rank else block.split(chunk) if nodes else ()
+            parts.update(zip(nodes, pieces, strict=True))
         total = combine(parts, self.leaves, Tensor.add_)
         assert total is not None  # a step has at least one micro-batch
-        mean = total[: max(0, min(chunk, bucket.elements - owner.rank * chunk))]  # flags are not divided
+        divided = max(0, min(chunk, bucket.elements - rank * chunk))  # flags are not
         if self.divisor is not None:
-            mean.div_(self.divisor)
-        mean.add_(0.0)  # -0.0 becomes 0.0: a leaf that is skipped and one that is zero leave different zeros
-        dist.all_gather_single(out, total, group=owner.group)
+            torch.div(total[:divided], self.divisor, out=own[:divided])
+        elif own.data_ptr() != total.data_ptr():
+            own[:divided].copy_(total[:divided])
+        own[:divided].add_(0.0)  # -0.0 becomes 0.0: a leaf that is skipped and one that is zero leave different zeros
+        if divided < chunk and own.data_ptr() != total.data_ptr():
+            own[divided:].copy_(total[divided:])
+        dist.all_gather_single(out, own, group=self.owner.group)
+
+    def _to_send(
+        self, bucket: Bucket, rows: list[list[list[Tensor]]], out: Tensor, chunk: int
+    ) -> tuple[Tensor, Sequence[Tensor] | None]:
+        """What leaves for the other processes, rank by rank, and this process's own part of each row.
+
+        None for the latter: it is in between the others' parts, and is sent to this process by itself."""
+        rank, world = self.owner.rank, self.owner.world_size
+        if not rows:
+            return out[:0], []
+        if len(rows) == 1:  # the usual case needs no copy: the gradients come back into the same memory
+            self._fold(bucket, out, rows[0])
+            if 0 < rank < world - 1:
+                return out, None
+            own = out[rank * chunk : (rank + 1) * chunk]
+            return (out[chunk:] if rank == 0 else out[:-chunk]), [own]
+        stage = self.owner.scratch("stage", len(rows) * world * chunk, bucket).view(len(rows), world, chunk)
+        for flat, row in zip(stage, rows, strict=True):
+            self._fold(bucket, flat.view(-1), row)
+        send = self.owner.scratch("send", len(rows) * (world - 1) * chunk, bucket)
+        others = [r for r in range(world) if r != rank]
+        for block, r in zip(send.view(world - 1, len(rows), chunk), others, strict=True):
+            block.copy_(stage[:, r])
+        return send, list(stage[:, rank])
 
     def _fold(self, bucket: Bucket, flat: Tensor, row: list[list[Tensor]]) -> None:
         """Adds up each parameter's parts, from the right as in the tree, into its place; frees them on the way."""
