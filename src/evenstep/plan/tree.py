@@ -7,12 +7,14 @@ through. The tree depends on nothing but the numbers of the leaves, so neither d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
-class Node(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Node:
     """A node of the tree: it covers the leaves [index << level, (index + 1) << level)."""
 
     level: int
@@ -52,7 +54,7 @@ def combine(parts: Mapping[Node, T], leaves: int, add: Callable[[T, T], T]) -> T
 def _value(node: Node, parts: Mapping[Node, T], leaves: int, add: Callable[[T, T], T]) -> T | None:
     if node in parts:
         return parts[node]
-    level, index = node
+    level, index = node.level, node.index
     if level == 0 or index << level >= leaves:
         return None
     left = _value(Node(level - 1, 2 * index), parts, leaves, add)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from evenstep.errors import CheckpointError, EvenstepError, MachineError, UsageError
 from evenstep.record.checkpoints import Checkpoints
-from evenstep.train.fingerprint import fingerprint
+from evenstep.train import fingerprint
 from evenstep.train.meeting import Meeting
 from evenstep.train.models import Models
 from evenstep.train.state import load_tree, save_tree
@@ -49,12 +49,13 @@ class Saved:
                 self.objects[name] = thing
             elif any(stateful):
                 raise UsageError(
-                    f"{name} has only one of state_dict and load_state_dict", do="give an object with both, or a plain value"
+                    f"{name} has only one of state_dict and load_state_dict",
+                    do="give an object with both, or a plain value",
                 )
             elif callable(thing) or isinstance(thing, Iterator):
                 raise UsageError(
                     f"{name} is a {type(thing).__name__}, which cannot be saved",
-                    do="give objects with state_dict and load_state_dict, or plain values (numbers, text, tensors, lists, dicts)",
+                    do="give objects with state_dict and load_state_dict, or plain values (numbers, text, tensors)",
                 )
             else:
                 setattr(self.values, name, thing)
@@ -65,7 +66,8 @@ class Saved:
         for k, model in enumerate(self.models.all):
             if not any(model is thing for thing in self.objects.values()):
                 raise UsageError(
-                    f"a prepared model ({type(model).__name__}, number {k}) was not given to restore: it would not be saved",
+                    f"a prepared model ({type(model).__name__}, number {k}) was not given to restore: "
+                    "it would not be saved",
                     do="run.restore(model=model, optimizer=optimizer, ...)",
                 )
         for name, thing in self.objects.items():
@@ -108,7 +110,8 @@ class Saved:
         answers = self.meeting.exchange("restore", json.dumps(said).encode(), signature=", ".join(self.objects))
         said = json.loads(answers[0])
         notes = [
-            f"checkpoint {self.checkpoints.folder(int(step))} is damaged: {reason}" for step, reason in said["damaged"].items()
+            f"checkpoint {self.checkpoints.folder(int(step))} is damaged: {reason}"
+            for step, reason in said["damaged"].items()
         ]
         if said["step"] is None:
             if notes:
@@ -154,9 +157,9 @@ class Saved:
             for name, thing in objects.items()
             if isinstance(thing, (nn.Module, torch.optim.Optimizer))
         }
-        part = fingerprint(tree, self.meeting.rank, self.meeting.world_size)
+        part = fingerprint.fingerprint(tree, self.meeting.rank, self.meeting.world_size)
         answers = self.meeting.exchange("fingerprint", part.to_bytes(8, "little"), site="")
-        return f"{sum(int.from_bytes(a, 'little') for a in answers) % 2**64:016x}"
+        return fingerprint.to_hex(fingerprint.add(int.from_bytes(a, "little") for a in answers))
 
     def save(self, step: int, about: dict[str, object], keep: int) -> str | None:
         """Writes a checkpoint (on rank 0). Returns why it could not, with the older ones untouched, or None."""
@@ -180,7 +183,8 @@ def _load(thing: Any, state: Any, name: str, folder: Path) -> None:
         saved = {k: _shape(v) for k, v in state.items()}
         wrong = [f"{k} is missing from the checkpoint" for k in have if k not in saved]
         wrong += [f"{k} is not in the model" for k in saved if k not in have]
-        wrong += [f"{k} has shape {saved[k]}, the model's {have[k]}" for k in have if k in saved and have[k] != saved[k]]
+        both = have.keys() & saved.keys()
+        wrong += [f"{k} has shape {saved[k]}, the model's {have[k]}" for k in have if k in both and have[k] != saved[k]]
         if wrong:
             shown = wrong[:8] + ([f"and {len(wrong) - 8} more"] if len(wrong) > 8 else [])
             raise CheckpointError(

@@ -47,7 +47,8 @@ def refuse_tensor(loss_fn: object) -> None:
             do=f"write\n\n        {FORM}",
         )
     if not callable(loss_fn):
-        raise LossError(f"step.backward got {type(loss_fn).__name__}, expected a function", do=f"write\n\n        {FORM}")
+        got = type(loss_fn).__name__
+        raise LossError(f"step.backward got {got}, expected a function", do=f"write\n\n        {FORM}")
 
 
 def leaf(returned: object, index: int) -> Leaf:
@@ -62,7 +63,7 @@ def leaf(returned: object, index: int) -> Leaf:
         )
     total, weight = returned[0], returned[1]
     if not isinstance(total, Tensor):
-        raise LossError(f"{where}a sum that is a {_kind(total)}; expected a tensor", do="return the loss before .item()")
+        raise LossError(f"{where}a sum that is {_kind(total)}; expected a tensor", do="return the loss before .item()")
     if total.numel() != 1:
         raise LossError(
             f"{where}a sum of shape {tuple(total.shape)}; expected one number",
@@ -79,7 +80,9 @@ def leaf(returned: object, index: int) -> Leaf:
     metrics = returned[2] if len(returned) == 3 else {}
     if not isinstance(metrics, Mapping):
         raise LossError(f"{where}as third item a {_kind(metrics)}; expected a dict {{name: (sum, weight)}}")
-    return Leaf(total, float(total.detach()), number, {str(k): _pair(v, f"{where}as metric {k!r} ") for k, v in metrics.items()})
+    return Leaf(
+        total, float(total.detach()), number, {str(k): _pair(v, f"{where}as metric {k!r} ") for k, v in metrics.items()}
+    )
 
 
 def _pair(value: object, where: str) -> tuple[float, float]:

@@ -48,9 +48,7 @@ class Meeting:
     group: dist.ProcessGroup | None = None
     last: str = field(default="the start of the script", init=False)  # what was reached last, for messages
 
-    def exchange(
-        self, kind: str, payload: bytes = b"", *, signature: str = "", site: str | None = None
-    ) -> list[bytes]:
+    def exchange(self, kind: str, payload: bytes = b"", *, signature: str = "", site: str | None = None) -> list[bytes]:
         """Each process's `payload`, by rank. Payloads may differ in length.
 
         Every process must be at the same `kind`, `signature` and line of the user's code (`site`, found by itself

@@ -29,11 +29,12 @@ class Models:
         if not isinstance(model, nn.Module):
             raise UsageError(
                 f"prepare got {type(model).__name__}, expected a torch.nn.Module",
-                do="prepare the model alone; optimizers and schedulers are made from it afterwards, and given to restore",
+                do="prepare models alone; optimizers and schedulers are made from them afterwards, and given to restore",
             )
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise UsageError(
-                f"prepare got a {type(model).__name__}", do="give the bare module: evenstep reduces its gradients itself"
+                f"prepare got a {type(model).__name__}",
+                do="give the bare module: evenstep reduces its gradients itself",
             )
         if any(model is m for m in self.all):
             return model
@@ -41,9 +42,7 @@ class Models:
         if lazy:
             raise UsageError(f"{lazy[0]} has no shape yet (a lazy module)", do="run one forward before prepare")
         model.to(self._device)
-        names = [f"{type(m).__name__} {k}" for k, m in enumerate(self.all)]
-        name = f"{type(model).__name__} {len(names)}"
-        self._check_equal(model, name)
+        self._check_equal(model, f"{type(model).__name__}, number {len(self.all)}")
         self._randomness.key_blocks(model, str(len(self.all)))
         self.all.append(model)
         return model
@@ -54,7 +53,9 @@ class Models:
             raise UsageError("no model was prepared", do="model = run.prepare(Net()) before the loop")
         for model in models:
             if not any(model is m for m in self.all):
-                raise UsageError(f"a {type(model).__name__} was given that was not prepared", do="model = run.prepare(model)")
+                raise UsageError(
+                    f"a {type(model).__name__} was given that was not prepared", do="model = run.prepare(model)"
+                )
         return list(models) if models else list(self.all)
 
     def names(self) -> list[str]:
@@ -86,7 +87,11 @@ class Models:
         """UsageError on every process where a parameter or buffer differs between processes, naming the first."""
         if self._meeting.world_size == 1:
             return
-        mine = {key: _hash(value) for key, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+        mine = {
+            key: _hash(value)
+            for key, value in model.state_dict(keep_vars=True).items()
+            if isinstance(value, torch.Tensor)
+        }
         answers = [json.loads(a) for a in self._meeting.exchange("prepare", json.dumps(mine).encode(), signature=name)]
         for key in dict.fromkeys(key for answer in answers for key in answer):
             values: dict[str, list[int]] = {}
@@ -103,6 +108,10 @@ class Models:
 
 
 def _hash(value: torch.Tensor) -> str:
-    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
+    raw = (
+        value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        if value.numel()
+        else torch.empty(0, dtype=torch.uint8)
+    )
     about = f"{value.dtype} {tuple(value.shape)} "
     return hashlib.blake2b(about.encode() + raw.numpy().tobytes(), digest_size=8).hexdigest()

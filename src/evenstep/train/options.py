@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from evenstep.environment import Settings
 from evenstep.errors import UsageError
@@ -27,15 +27,14 @@ class Options:
 
 
 def choose(settings: Settings, script: Options, world_size: int) -> Options:
-    """`script` with what the launcher was told in its place. UsageError, naming option and fix, for what cannot work."""
+    """`script` with what the launcher was told in its place. UsageError, naming option and fix, for what can't work."""
 
     def first(name: str) -> object:
         said = getattr(settings, name)
         return getattr(script, name) if said is None else said
 
-    names = ("global_batch", "micro_batch", "seed", "exact", "backend", "threads", "run", "checkpoint_every", "keep")
-    names += ("fingerprints", "allow_other_identity")
-    chosen = Options(**{name: first(name) for name in names}, device=script.device)  # type: ignore[arg-type]
+    both = {field.name for field in fields(Options)} & {field.name for field in fields(Settings)}
+    chosen = replace(script, **{name: first(name) for name in both})  # type: ignore[arg-type]
     for name, least in (("global_batch", 1), ("micro_batch", 1), ("seed", 0), ("threads", 1), ("keep", 1)):
         _whole(name, getattr(chosen, name), least)
     if chosen.checkpoint_every is not None:
@@ -44,12 +43,12 @@ def choose(settings: Settings, script: Options, world_size: int) -> Options:
         raise UsageError(
             f"global_batch={chosen.global_batch} is smaller than micro_batch={chosen.micro_batch}: a global batch is "
             "made of micro-batches",
-            do=f"give micro_batch={chosen.global_batch} or less (--micro-batch), or a larger global_batch (--global-batch)",
+            do=f"give micro_batch={chosen.global_batch} or less (--micro-batch), or a larger --global-batch",
         )
     micro_batches = -(-chosen.global_batch // chosen.micro_batch)
     if world_size > micro_batches:
         raise UsageError(
-            f"{world_size} processes share {micro_batches} micro-batches (global_batch={chosen.global_batch}, "
+            f"{world_size} processes for {micro_batches} micro-batches (global_batch={chosen.global_batch}, "
             f"micro_batch={chosen.micro_batch}): some would never have anything to do",
             do=f"start at most {micro_batches} processes (--processes), or give "
             f"micro_batch={max(1, chosen.global_batch // world_size)} or less (--micro-batch)",

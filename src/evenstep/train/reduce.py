@@ -112,7 +112,7 @@ class Reducer:
                 self.names[id(p)] = name
 
     def start(self, named: Named, leaves: int, shares: Sequence[range]) -> Reduction:
-        """Begins a reduction of the gradients of `named` over micro-batches 0..leaves-1; shares[r] are those of rank r."""
+        """Begins a reduction of the gradients of `named` over micro-batches 0..leaves-1, shares[r] of them on rank r."""
         trained = [(name, p) for name, p in reversed(named) if p.requires_grad]  # about as backward reaches them
         if not trained:
             raise UsageError(
@@ -198,7 +198,7 @@ class Reduction:
             )
         if k in self.fired:
             raise LossError(
-                f"{self.names[k]} got its gradient in two parts within one backward (reentrant activation checkpointing)",
+                f"{self.names[k]} got its gradient in two parts in one backward (reentrant activation checkpointing)",
                 do="use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
             )
         self.fired.add(k)
@@ -245,6 +245,7 @@ class Reduction:
         """Waits for the other processes and puts the mean gradient into every `.grad` (None where unused).
 
         Where another process failed in its last backward, `tell` finds out which and why."""
+        grads: list[Tensor | None] | None
         if self.owner.lane is None:
             grads = self._alone()
         else:
@@ -482,8 +483,10 @@ def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor
 
 def _lost(error: BaseException) -> BaseException:
     if isinstance(error, RuntimeError) and not isinstance(error, PeerFailed):
-        lost = PeerFailed("lost contact with another process while gradients were summed",
-                          do="see the log of the process that ended first")
+        lost = PeerFailed(
+            "lost contact with another process while gradients were summed",
+            do="see the log of the process that ended first",
+        )
         lost.__cause__ = error
         return lost
     return error

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import atexit
 import json
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
-from evenstep.errors import EvenstepError, IdentityError, MachineError, UsageError
+from evenstep.errors import IdentityError, MachineError, UsageError
 from evenstep.plan.schedule import Schedule, StepPlan
-from evenstep.plan.tree import share
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.events import EventWriter
-from evenstep.record.identity import differences, read_identity, write_identity
 from evenstep.record.metrics import MetricsWriter
 from evenstep.record.paths import RunPaths
 from evenstep.record.publish import write_whole
@@ -108,8 +104,8 @@ class Run:
         """The steps of the run over a map-style data set, for `epochs` or for a number of `steps`.
 
         `shuffle`: another keyed permutation in every epoch. `order`: instead, a sequence of indices, or a function
-        epoch -> such a sequence (each of one length). `weights`: instead, one number a sample: len(data) draws an epoch with
-        replacement. `collate`: list of samples -> batch (torch's default_collate). `loaders`: loader processes of
+        epoch -> such a sequence (each of one length). `weights`: instead, one number a sample: len(data) draws an
+        epoch, with replacement. `collate`: list of samples -> batch (torch's default_collate). `loaders`: loader processes of
         this process; their number changes no bit. `drop_last`: leave out the samples that do not fill a global batch.
 
         The generators of torch, numpy and random are keyed for every sample, collate call and micro-batch, so
@@ -141,8 +137,10 @@ class Run:
         optimizer, that is left out; CheckpointError, naming the keys, for a checkpoint of another model.
         """
         if self._looping or self._restored:
-            raise UsageError("run.restore was called " + ("twice" if self._restored else "after the loop began"),
-                             do="call it once, before the loop")
+            raise UsageError(
+                "run.restore was called " + ("twice" if self._restored else "after the loop began"),
+                do="call it once, before the loop",
+            )
         self._saved.take(things)
         if self.rank == 0:
             self._checkpoints.clean_up()
@@ -157,7 +155,9 @@ class Run:
             if self._metrics is not None:
                 self._metrics.cut(self._done)
             self._events.emit("resume", step=self._done, cursor=self._cursor, damaged=damaged)
-            self._say(f"goes on after step {self._done} ({self._cursor} samples) from {self._checkpoints.folder(self._done)}")
+            self._say(
+                f"goes on after step {self._done} ({self._cursor} samples) from {self._checkpoints.folder(self._done)}"
+            )
         return self._saved.values
 
     # ---- in the loop
@@ -204,9 +204,7 @@ class Run:
         number, or a dict of numbers. Models are in eval mode, without gradients. They default to all prepared ones.
         """
         self._evaluations += 1
-        return evaluate(
-            data, fn, self._models.chosen(models), collate=collate, loaders=loaders, **self._evaluation()
-        )
+        return evaluate(data, fn, self._models.chosen(models), collate=collate, loaders=loaders, **self._evaluation())
 
     def predict(
         self,
@@ -286,8 +284,13 @@ class Run:
         self._models.first_step = first
         if self.rank == 0 and first < len(schedule):
             self._show_plan(schedule, first)
-        self._events.emit("loop", steps=len(schedule), first=first, samples=schedule.samples,
-                          parameters=sum(p.numel() for _, p in self._models.parameters()))
+        self._events.emit(
+            "loop",
+            steps=len(schedule),
+            first=first,
+            samples=schedule.samples,
+            parameters=sum(p.numel() for _, p in self._models.parameters()),
+        )
         return first
 
     def _check_data(self, schedule: Schedule) -> None:
@@ -333,7 +336,9 @@ class Run:
         cores = os.cpu_count() or 1
         used = self._ground.world.local_world_size * self._options.threads
         if self.device.type == "cpu" and used < cores:
-            lines.append(f"{used} of {cores} cores are used: more processes (evenstep run --processes {cores}) use them all")
+            lines.append(
+                f"{used} of {cores} cores are used: more processes (evenstep run --processes {cores}) use them all"
+            )
         for line in lines:
             self._say(line)
         self._progress = Progress(

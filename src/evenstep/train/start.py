@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from evenstep.environment import read_settings, read_world
-from evenstep.errors import IdentityError, MachineError, UsageError
+from evenstep.errors import IdentityError, MachineError
 from evenstep.record.identity import differences, read_identity, write_identity
 from evenstep.record.paths import RunPaths, new_run_directory
 from evenstep.train.options import Options, choose
@@ -117,9 +117,7 @@ def _run_directory(ground: Ground, options: Options) -> RunPaths:
     return RunPaths(Path(answer["root"]))
 
 
-def _check_identity(
-    ground: Ground, paths: RunPaths, now: dict[str, str | int | bool | None], allow: bool
-) -> None:
+def _check_identity(ground: Ground, paths: RunPaths, now: dict[str, str | int | bool | None], allow: bool) -> None:
     """IdentityError on every process if the run directory was made under another identity."""
     failed: dict[str, str] = {}
     if ground.world.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import nn
 from evenstep.errors import EvenstepError, LossError, PeerFailed, UsageError
 from evenstep.plan.schedule import StepPlan
 from evenstep.plan.tree import share, tree_sum
-from evenstep.train.data import split_batch, to_device
+from evenstep.train.batch import split_batch, to_device
 from evenstep.train.loss import (
     Leaf,
     LossFn,
@@ -64,7 +65,7 @@ class Step:
     ) -> None:
         self.number, self.epoch, self.ends_epoch, self.samples = plan.number, plan.epoch, plan.ends_epoch, plan.samples
         self.result: Result | None = None  # of the last call of backward
-        self._leaves = plan.micro_batches
+        self._leaves, self._plan = plan.micro_batches, plan
         self._shares = [share(self._leaves, meeting.world_size, rank) for rank in range(meeting.world_size)]
         self._share = self._shares[meeting.rank]
         self._source = batches
@@ -126,7 +127,9 @@ class Step:
 
     def _exchange(self, kind: str, said: object, site: str) -> list[Any]:
         payload = json.dumps(said).encode()
-        return [json.loads(a) for a in self._meeting.exchange(kind, payload, signature=f"step {self.number}", site=site)]
+        return [
+            json.loads(a) for a in self._meeting.exchange(kind, payload, signature=f"step {self.number}", site=site)
+        ]
 
     def _batch(self, index: int) -> Any:
         k = index - self._share.start
@@ -167,7 +170,7 @@ class _Backward:
                     if i == step._share[-1]:
                         reduction.open(self._meet)
                     if loss.requires_grad:
-                        loss.backward()  # type: ignore[no-untyped-call]
+                        loss.backward()
                     del loss
                     reduction.leaf_done()
                 if not step._share:
@@ -207,7 +210,8 @@ class _Backward:
         if 0 not in step._share:
             return
         batch = step._batch(0)
-        halves = split_batch(batch)
+        first, stop = step._plan.micro(0)
+        halves = split_batch(batch, stop - first)
         if halves is None:
             return
 
@@ -282,6 +286,4 @@ def _line(error: BaseException) -> str:
 
 
 def _digest(names: Sequence[str]) -> str:
-    import hashlib
-
     return hashlib.blake2b("\0".join(names).encode(), digest_size=8).hexdigest()

@@ -38,7 +38,9 @@ class Steps:
 
     def __iter__(self) -> Iterator[Step]:
         if self._begun:
-            raise UsageError("run.steps was looped over twice", do="one run has one loop: give it more epochs= or steps=")
+            raise UsageError(
+                "run.steps was looped over twice", do="one run has one loop: give it more epochs= or steps="
+            )
         self._begun = True
         first = self._loop.begin(self.schedule)
         return self._steps(first)

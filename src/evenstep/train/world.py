@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.utils.deterministic as deterministic
+from torch._C._distributed_c10d import Store, TCPStore
 
 from evenstep.environment import World
 from evenstep.errors import MachineError, UsageError
@@ -39,15 +41,16 @@ def check_torch() -> None:
     """UsageError where this torch is outside the range that evenstep was tested with."""
     have = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     low, high = TORCH_RANGE
+    wanted = f"{low[0]}.{low[1]},<{high[0]}.{high[1]}"
     if not low <= have < high:
         raise UsageError(
-            f"torch {torch.__version__} is installed; evenstep works with torch >= {low[0]}.{low[1]} and < {high[0]}.{high[1]}",
-            do=f"pip install 'torch>={low[0]}.{low[1]},<{high[0]}.{high[1]}'",
+            f"torch {torch.__version__} is installed; evenstep works with torch>={wanted}",
+            do=f"pip install 'torch>={wanted}'",
         )
 
 
 def check_backend(name: str) -> str:
-    """The backend that will be used: `auto` is nccl where there are GPUs, else gloo. UsageError for one that is not there."""
+    """The backend to use: `auto` is nccl where there are GPUs, else gloo. UsageError for one that is not there."""
     if name not in BACKENDS:
         raise UsageError(f"backend {name!r} is unknown; there are {', '.join(BACKENDS)}")
     if name == "auto":
@@ -75,7 +78,7 @@ def choose_device(world: World, backend: str, asked: str | None) -> torch.device
     """One device per local rank where there are GPUs and the backend can use them, else the CPU."""
     if asked is not None:
         device = torch.device(asked)
-        if device.type == "cuda" and device.index is None:
+        if asked == "cuda":
             device = torch.device("cuda", world.local_rank)
     elif torch.cuda.is_available() and (backend == "nccl" or world.world_size == 1):
         device = torch.device("cuda", world.local_rank)
@@ -127,11 +130,11 @@ def disconnect(ground: Ground) -> None:
         dist.destroy_process_group()
 
 
-def _meet(world: World) -> dist.Store:
+def _meet(world: World) -> Store:
     """srun and mpirun give no address: rank 0 takes a free port and says it in a file that this start alone shares."""
     if world.job is None:
         raise UsageError(
-            f"rank {world.rank} of {world.world_size} was given neither MASTER_ADDR and MASTER_PORT nor a job to meet in",
+            f"rank {world.rank} of {world.world_size} was given no MASTER_ADDR and MASTER_PORT, nor a job to meet in",
             do="start the script with `evenstep run`, torchrun, srun or mpirun",
         )
     name = "".join(c if c.isalnum() or c in "-_." else "_" for c in world.job)
@@ -141,7 +144,7 @@ def _meet(world: World) -> dist.Store:
         raise MachineError(f"{folder} belongs to another user", do="set TMPDIR to a folder of your own")
     place = folder / "port"
     if world.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world.world_size, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, world.world_size, is_master=True, wait_for_workers=False)
         aside = folder / f"port.{os.getpid()}"
         aside.write_text(str(store.port))
         os.replace(aside, place)
@@ -154,10 +157,10 @@ def _meet(world: World) -> dist.Store:
                 do="processes on several hosts need MASTER_ADDR and MASTER_PORT",
             )
         time.sleep(0.01)
-    return _forget(dist.TCPStore("127.0.0.1", int(place.read_text()), world.world_size, is_master=False), world, folder)
+    return _forget(TCPStore("127.0.0.1", int(place.read_text()), world.world_size, is_master=False), world, folder)
 
 
-def _forget(store: dist.TCPStore, world: World, folder: Path) -> dist.Store:
+def _forget(store: TCPStore, world: World, folder: Path) -> Store:
     """Once all have found the store the file has done its work."""
     if store.add("evenstep/found", 1) == world.world_size:
         (folder / "port").unlink(missing_ok=True)
@@ -169,7 +172,7 @@ def hold_arithmetic(exact: bool, threads: int) -> Callable[[], None]:
     """Sets what the exact tier needs of torch in this process; returns what puts it all back."""
     before_threads = torch.get_num_threads()
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    before_fill = torch.utils.deterministic.fill_uninitialized_memory
+    before_fill = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     before_cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
     before_cublas = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     torch.set_num_threads(threads)
@@ -178,14 +181,14 @@ def hold_arithmetic(exact: bool, threads: int) -> Callable[[], None]:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         # Filling fresh memory with NaN costs time in every allocation and changes no result of sound code.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
 
     def put_back() -> None:
         torch.set_num_threads(before_threads)
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = before_fill
+        deterministic.fill_uninitialized_memory = before_fill  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = before_cudnn
         if before_cublas is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
