@@ -1,7 +1,7 @@
 """Peak memory of one process. Run by `evenstep run --processes 2 bench/memory.py SIDE`, each side on its own.
 
-Prints {"peak": bytes, "gradients": bytes}, of rank 0: the most physical memory that it ever had, and the size of one copy
-of all gradients.
+Prints {"peak": bytes, "gradients": bytes}, of rank 0: the most physical memory that it ever had, and the size of one
+copy of all gradients.
 """
 
 from __future__ import annotations
