@@ -121,11 +121,19 @@ def is_secondary(error: BaseException) -> bool:
 def first_failure(exits: Iterable[Exit], uncaught: Iterable[Uncaught]) -> Failure | None:
     """Of the processes that failed, the one that led: neither stopped by the launcher nor felled by a peer's end.
 
-    Among equals, who raised or ended first.
+    Among equals, who raised or ended first; but if all failed alike, as on a wrong argument, the lowest rank of them.
     """
     said = {error.rank: error for error in uncaught}
     failures = [Failure(exit, said.get(exit.rank)) for exit in exits if exit.failed]
-    return min(failures, key=lambda one: (_remove(one), one.when), default=None)
+    first = min(failures, key=lambda one: (_remove(one), one.when), default=None)
+    if first is None or first.uncaught is None:
+        return first
+    alike = [one for one in failures if _remove(one) == _remove(first) and _what(one) == _what(first)]
+    return min(alike, key=lambda one: one.exit.rank)
+
+
+def _what(failure: Failure) -> tuple[str, str] | None:
+    return None if failure.uncaught is None else (failure.uncaught.type, failure.uncaught.message)
 
 
 def _remove(failure: Failure) -> int:

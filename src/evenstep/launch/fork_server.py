@@ -14,7 +14,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -50,6 +50,7 @@ def command(role: str, *descriptors: int) -> list[str]:
 
 def main(bare: Collection[str], role: str, *numbers: str) -> None:
     """Begin as the server, as one that only starts interpreters ("plain"), or as a training process ("process")."""
+    given = dict(os.environ)
     job_descriptor, other, *rest = map(int, numbers)
     job = from_json(_read_all(job_descriptor))
     if role == "process":
@@ -62,7 +63,9 @@ def main(bare: Collection[str], role: str, *numbers: str) -> None:
     emit = _emitter(other)
     if role == "server":
         _prepare(job, emit, job_descriptor, other)
-    _serve(job, bare, emit, other, job_descriptor, fork=role == "server")
+    # Some libraries set variables when they are imported, and read them later.
+    set_since = {name: value for name, value in os.environ.items() if given.get(name) != value}
+    _serve(job, bare, set_since, emit, other, job_descriptor, fork=role == "server")
 
 
 def _prepare(job: Job, emit: Callable[..., None], job_descriptor: int, events: int) -> None:
@@ -93,9 +96,19 @@ def _prepare(job: Job, emit: Callable[..., None], job_descriptor: int, events: i
 
 
 def _serve(
-    job: Job, bare: Collection[str], emit: Callable[..., None], events: int, job_descriptor: int, *, fork: bool
+    job: Job,
+    bare: Collection[str],
+    set_since: Mapping[str, str],
+    emit: Callable[..., None],
+    events: int,
+    job_descriptor: int,
+    *,
+    fork: bool,
 ) -> None:
-    """Start the processes and watch them to their end. Without `fork`, each in an interpreter of its own."""
+    """Start the processes and watch them to their end. Without `fork`, each in an interpreter of its own.
+
+    `set_since`: what imports have added to the environment.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -113,6 +126,7 @@ def _serve(
                 _become(job, rank, me, private if fork else private - {job_descriptor})
                 if not fork:
                     _start_interpreter(job, rank, job_descriptor, fail)
+                os.environ.update(set_since)
                 _refresh(job)
                 _name_process(job)
             except BaseException:

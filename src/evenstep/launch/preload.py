@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 
 # What a first training step imports late, after `import torch`: every process would pay for it again.
-_LATE = {"torch": ("torch.distributed", "torch.utils.data")}
+_LATE = {"torch": ("torch.distributed", "torch.utils.data", "torch._dynamo", "torch.profiler")}
 
 
 def preload(names: Iterable[str]) -> str | None:

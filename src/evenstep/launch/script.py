@@ -118,7 +118,8 @@ def _search_first(folder: str, bare: Collection[str]) -> None:
         return
     for name, module in list(sys.modules.items()):
         top = name.partition(".")[0]
-        from_there = str(getattr(module, "__file__", None) or "").startswith(folder + os.sep)
+        origin = str(getattr(module, "__file__", None) or "")
+        from_there = origin.startswith((os.path.join(folder, top) + ".", os.path.join(folder, top) + os.sep))
         if top in names and name not in bare and top != "evenstep" and not from_there:
             del sys.modules[name]
 
@@ -141,6 +142,8 @@ def _exit_code(error: SystemExit) -> int:
 def _show(job: Job, rank: int, error: BaseException) -> int:
     """Record an uncaught exception, print its traceback as Python would, and say the process's exit code."""
     code = error.exit_code if isinstance(error, EvenstepError) else 1
+    # As the interpreter does: functions registered with atexit tell by it that the script failed.
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     secondary = isinstance(error, KeyboardInterrupt) or (job.processes > 1 and is_secondary(error))
     # What only follows from another process's failure must not reach the terminal before the cause does.
     _record(job, rank, error, code, shown=not secondary, secondary=secondary)
