@@ -47,6 +47,14 @@ def test_the_plan_of_batches_that_do_not_divide() -> None:
     )
 
 
+def test_the_plan_says_where() -> None:
+    schedule = Schedule(1000, 256, 32, epochs=3)
+    assert plan_lines(schedule, 2, device="cuda:0", backend="nccl", exact=False)[1] == (
+        "2 processes on cuda over nccl, equal to rounding: each computes 4 micro-batches; none is idle"
+    )
+    assert plan_lines(schedule, 1, device="cpu")[1] == "1 process on cpu computes all of them"
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0
@@ -57,7 +65,7 @@ class Clock:
 
 def test_plain_lines_every_so_often() -> None:
     clock, out = Clock(), io.StringIO()
-    progress = Progress(400, epochs=4, stream=out, clock=clock)
+    progress = Progress(400, steps_per_epoch=100, stream=out, clock=clock)
     for step in range(1, 401):
         clock.now += 0.5
         progress.update(step, (step - 1) // 100, 1 / step, 16)
@@ -126,7 +134,7 @@ def terminal(out: io.StringIO, width: int = 100) -> Console:
 def test_a_bar_on_a_terminal_at_most_four_times_a_second() -> None:
     clock, out = Clock(), io.StringIO()
     before = threading.active_count()
-    progress = Progress(1000, epochs=10, clock=clock, console=terminal(out))
+    progress = Progress(1000, steps_per_epoch=100, clock=clock, console=terminal(out))
     for step in range(1, 501):
         clock.now += 0.01  # 5 s in all
         progress.update(step, step // 100, 0.5, 2)
@@ -146,7 +154,7 @@ def test_a_bar_on_a_terminal_at_most_four_times_a_second() -> None:
 @pytest.mark.parametrize("width", [20, 60, 300])
 def test_the_bar_stays_on_one_line(width: int) -> None:
     out = io.StringIO()
-    progress = Progress(10, epochs=3, clock=Clock(), console=terminal(out, width))
+    progress = Progress(10, steps_per_epoch=4, clock=Clock(), console=terminal(out, width))
     progress.update(5, 1, 0.1234567, 8)
     progress.close()
     assert out.getvalue().count("\n") == 1

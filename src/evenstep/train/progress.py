@@ -22,16 +22,24 @@ _WINDOW_SECONDS = 30.0  # that samples/s and the time left look back
 _MARKS = 64
 
 
-def plan_lines(schedule: Schedule, world_size: int) -> list[str]:
-    """Who computes what, in two lines: the batch and the steps, then the processes' shares and how idle they are."""
+def plan_lines(
+    schedule: Schedule, world_size: int, *, device: str | None = None, backend: str | None = None, exact: bool = True
+) -> list[str]:
+    """Who computes what, in two lines: the batch and the steps, then the processes' shares and how idle they are.
+
+    `device` (cuda:0 is said as cuda), `backend` and `exact=False` are named if they are given.
+    """
     first = schedule.step(0)
     whole, rest = divmod(first.samples, first.micro_batch)
     batch = f"{_count(whole, 'micro-batch')} of {first.micro_batch}" + (f" and one of {rest}" if rest else "")
     several = f", {schedule.steps_per_epoch} an epoch" if len(schedule) > schedule.steps_per_epoch else ""
     lines = [f"global batch {first.samples}: {batch}; {_count(len(schedule), 'step')}{several}"]
+    where = "" if device is None else f" on {device.split(':')[0]}"
+    where += "" if backend is None else f" over {backend}"
+    where += "" if exact else ", equal to rounding"
     micro_batches = first.micro_batches
     if world_size == 1:
-        return [*lines, "1 process computes all of them"]
+        return [*lines, f"1 process{where} computes all of them"]
 
     shares = [len(share(micro_batches, world_size, rank)) for rank in range(world_size)]
     said = []
@@ -49,14 +57,14 @@ def plan_lines(schedule: Schedule, world_size: int) -> list[str]:
         said[-1] += f"; {_percent(idle)} idle" + (f" (none with {_either(none_idle)} processes)" if none_idle else "")
     else:
         said[-1] += "; none is idle"
-    return [*lines, f"{world_size} processes: {', '.join(said)}"]
+    return [*lines, f"{world_size} processes{where}: {', '.join(said)}"]
 
 
 class Progress:
     """A bar on a terminal, a plain line every so often elsewhere. Starts no thread.
 
-    `total` and `start` count steps: all of the run, and those done before this start. `epochs` may be None: then
-    the epoch is shown alone. A stream that takes no more (a closed pipe, a full disk) never stops training.
+    `total` and `start` count steps: all of the run, and those done before this start. Without `steps_per_epoch` the
+    epoch is shown alone. A stream that takes no more (a closed pipe, a full disk) never stops training.
     """
 
     def __init__(
@@ -64,13 +72,13 @@ class Progress:
         total: int,
         *,
         start: int = 0,
-        epochs: int | None = None,
+        steps_per_epoch: int | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         console: Console | None = None,
     ) -> None:
         self._total = total
-        self._epochs = epochs
+        self._epochs = -(-total // steps_per_epoch) if steps_per_epoch else None
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
         self._console = console if console is not None else Console(file=self._stream)
