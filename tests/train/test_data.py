@@ -8,8 +8,10 @@ import multiprocessing
 import os
 import random
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,13 +211,15 @@ class Large(Drawing):
         return {"image": torch.full((64, 1024), float(index)), "text": "x" * 100_000, "loader": about.id}
 
 
-def test_large_tensors_and_texts_travel() -> None:
+def test_large_tensors_and_texts_travel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     found = read(Large(6), Schedule(6, 2, 2, epochs=1), loaders=2, order=Natural(6))
     for (step, _), batch in found.items():
         assert batch["image"].shape == (2, 64, 1024)
         assert batch["image"][:, 0, 0].tolist() == [2.0 * step, 2.0 * step + 1]
         assert batch["text"] == ["x" * 100_000] * 2
         assert batch["loader"].tolist() == [step % 2] * 2
+    assert list(tmp_path.iterdir()) == []  # nothing is left of the sockets over which they travelled
 
 
 class Odd(NamedTuple):

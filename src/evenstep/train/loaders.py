@@ -11,12 +11,14 @@ import contextlib
 import ctypes
 import io
 import multiprocessing
-import multiprocessing.util
+import multiprocessing.process
 import os
 import pickle
 import queue
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from collections import deque
@@ -60,13 +62,23 @@ class Loaders:
         self._next = 0
         fork = sys.platform == "linux"
         context: Any = multiprocessing.get_context("fork" if fork else None)
-        if fork:
-            multiprocessing.util.get_temp_dir()  # shared by all, and removed by this process if they are killed
+        # For their sockets, over which shared memory is handed on. Their own ones would be left behind by a signal.
+        self._folder = tempfile.mkdtemp(prefix="evenstep-loaders-")
         here = os.getpid()
         dies_with_us = fork and threading.current_thread() is threading.main_thread()
         for number in range(count):
             ours, theirs = context.Pipe()
-            arguments = (work, theirs, [*self._pipes, ours] if fork else [], number, count, about, here, dies_with_us)
+            arguments = (
+                work,
+                theirs,
+                [*self._pipes, ours] if fork else [],
+                number,
+                count,
+                about,
+                self._folder,
+                here,
+                dies_with_us,
+            )
             process = context.Process(target=_serve, args=arguments, name=f"evenstep-loader-{number}", daemon=True)
             with warnings.catch_warnings():
                 # Python warns of a fork beside other threads; these processes use neither gloo nor OpenMP's threads.
@@ -130,6 +142,7 @@ class Loaders:
             process.close()
         self._processes, self._pipes = [], []
         self._asked.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _how(exitcode: int | None) -> str:
@@ -148,6 +161,7 @@ def _serve(
     number: int,
     count: int,
     about: Any,
+    folder: str,
     parent: int,
     dies_with_parent: bool,
 ) -> None:
@@ -158,6 +172,7 @@ def _serve(
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for other in inherited:
         other.close()
+    multiprocessing.process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     torch.set_num_threads(1)  # threads of OpenMP do not survive a fork: a parallel region would wait for them for ever
     torch_worker._worker_info = torch_worker.WorkerInfo(id=number, num_workers=count, seed=0, dataset=about)
 
