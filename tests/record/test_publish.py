@@ -126,3 +126,5 @@ def test_a_folder_is_removed(tmp_path: Path) -> None:
     publish.write_directory(tmp_path / "out", lambda folder: (folder / "x").write_bytes(b"whole"))
     publish.remove_directory(tmp_path / "out")
     assert names(tmp_path) == []
+    with pytest.raises(MachineError, match="cannot remove"):
+        publish.remove_directory(tmp_path / "out")

@@ -103,26 +103,31 @@ def write_directory(final: Path, write_files: Callable[[Path], object]) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a published folder. A crash in between leaves it whole, or as something aside, never in part."""
-    beside = aside(path)
-    os.rename(path, beside)
-    shutil.rmtree(beside)
+    """Remove a published folder. A crash in between leaves it whole, or as something aside, never in part.
+
+    An OSError comes out as a MachineError.
+    """
+    with _as_machine_error(path, "remove"):
+        beside = aside(path)
+        os.rename(path, beside)
+        shutil.rmtree(beside)
 
 
 def clean_up(folder: Path) -> None:
     """Remove what a process that died left aside in `folder`.
 
     A folder that stepped back for one that never came returns to its place. Only for the process that owns the run
-    directory: this would remove what another one is writing.
+    directory: this would remove what another one is writing. An OSError comes out as a MachineError.
     """
     if not folder.is_dir():
         return
-    for path in folder.iterdir():
-        if is_aside(path):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        elif path.name.startswith(".") and path.name.endswith(_REPLACED):
-            final = path.with_name(path.name[1 : -len(_REPLACED)])
-            shutil.rmtree(path) if final.exists() else os.rename(path, final)
+    with _as_machine_error(folder, "clean up"):
+        for path in folder.iterdir():
+            if is_aside(path):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            elif path.name.startswith(".") and path.name.endswith(_REPLACED):
+                final = path.with_name(path.name[1 : -len(_REPLACED)])
+                shutil.rmtree(path) if final.exists() else os.rename(path, final)
 
 
 def replaced(path: Path) -> Path:
@@ -131,11 +136,11 @@ def replaced(path: Path) -> Path:
 
 
 @contextmanager
-def _as_machine_error(path: Path) -> Iterator[None]:
+def _as_machine_error(path: Path, doing: str = "write") -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise MachineError(
-            f"cannot write {path}: {error.strerror or error}",
-            do="free some space or name another place with --run DIR; what was there before is unchanged",
+            f"cannot {doing} {path}: {error.strerror or error}",
+            do="free some space, or name a place that can be written with --run DIR; what was there is unchanged",
         ) from error
