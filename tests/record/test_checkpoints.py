@@ -233,3 +233,45 @@ def test_damaged_ones_do_not_count_as_kept(two: Checkpoints) -> None:
     two.write(8, fill, {})
     two.prune(2)
     assert two.steps() == [5, 8, 10]
+
+
+def die_at(call: int, name: str, checkpoints: Checkpoints, step: int) -> bool:
+    """Write and prune in a child that dies before its n-th `os.<name>`. False if it came through."""
+    pid = os.fork()
+    if pid == 0:
+        real, calls = getattr(os, name), 0
+
+        def dying(*args: object, **kwargs: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                os._exit(9)
+            return real(*args, **kwargs)
+
+        setattr(os, name, dying)
+        try:
+            checkpoints.write(step, fill, {})
+            checkpoints.prune(1)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("step", [10, 15], ids=["one that is there", "a new one"])
+@pytest.mark.parametrize("name", ["fsync", "rename", "mkdir", "open", "rmdir", "unlink"])
+def test_a_process_that_dies_at_any_point_leaves_a_whole_one(two: Checkpoints, name: str, step: int) -> None:
+    for call in range(1, 100):
+        died = die_at(call, name, two, step)
+        two.clean_up()
+        assert [one for one in names(two) if not one.startswith("step-")] == []
+        newest, damaged = two.newest_whole()
+        assert newest in (10, 15)
+        assert damaged == {}
+        if not died:
+            break
+        for again in (5, 10):
+            if again not in two.steps():
+                two.write(again, fill, {})
+    else:
+        raise AssertionError("it never came through")
+    assert two.steps() == [step]
