@@ -321,18 +321,16 @@ class Run:
         return schedule.step_at(self._cursor)
 
     def _show_plan(self, schedule: Schedule, first: int) -> None:
-        full = schedule.step(first).micro_batches
-        lines = plan_lines(
-            global_batch=self._options.global_batch,
-            micro_batch=self._options.micro_batch,
-            world_size=self.world_size,
-            samples=schedule.samples,
-            steps=len(schedule),
-            exact=self._options.exact,
-            backend=self._ground.backend if self.world_size > 1 else None,
-            device=str(self.device),
-        )
-        del full
+        lines = [
+            f"run directory {self.directory}",
+            *plan_lines(
+                schedule,
+                self.world_size,
+                device=str(self.device),
+                backend=self._ground.backend if self.world_size > 1 else None,
+                exact=self._options.exact,
+            ),
+        ]
         cores = os.cpu_count() or 1
         used = self._ground.world.local_world_size * self._options.threads
         if self.device.type == "cpu" and used < cores:
@@ -341,9 +339,7 @@ class Run:
             )
         for line in lines:
             self._say(line)
-        self._progress = Progress(
-            total=len(schedule), start=first, steps_per_epoch=schedule.steps_per_epoch, stream=sys.stderr
-        )
+        self._progress = Progress(len(schedule), start=first, steps_per_epoch=schedule.steps_per_epoch)
 
     def _begin_step(self, plan: StepPlan, batches: Iterator[Any]) -> Step:
         self._epoch = plan.epoch
