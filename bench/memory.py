@@ -30,7 +30,7 @@ def main() -> None:
     work = Workload(lambda: MLP(depth=6), small.data, small.micro_batch, small.loss_sum, small.samples_weight)
     gradients = sum(p.numel() * p.element_size() for p in work.model().parameters())
     if side == "evenstep":
-        run = start(work, int(os.environ["WORLD_SIZE"]), exact=True)
+        run = start(work, int(os.environ["WORLD_SIZE"]))
         steps = evenstep_side(run, work)
     else:
         dist.init_process_group("gloo")
@@ -40,7 +40,7 @@ def main() -> None:
         next(steps)
     peak = peak_memory()
     dist.barrier()
-    del steps  # DDP before its process group
+    steps.close()  # DDP before its process group
     if side == "ddp":
         dist.destroy_process_group()
     if rank == 0:

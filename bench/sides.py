@@ -7,7 +7,7 @@ of gradients, the mean loss known on every process, one step of the optimizer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,15 @@ from bench.workloads import Batch, Workload
 SHARE = 4  # micro-batches of each process in a step
 
 
-def start(work: Workload, processes: int, *, exact: bool) -> evenstep.Run:
-    return evenstep.start(
-        global_batch=SHARE * processes * work.micro_batch, micro_batch=work.micro_batch, seed=0, exact=exact
-    )
+def start(work: Workload, processes: int) -> evenstep.Run:
+    return evenstep.start(global_batch=SHARE * processes * work.micro_batch, micro_batch=work.micro_batch, seed=0)
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def evenstep_side(run: evenstep.Run, work: Workload) -> Iterator[float]:
+def evenstep_side(run: evenstep.Run, work: Workload) -> Generator[float]:
     """Yields the loss of each step."""
     model = run.prepare(work.model())
     optimizer = optimizer_of(model)
@@ -45,7 +43,7 @@ def evenstep_side(run: evenstep.Run, work: Workload) -> Iterator[float]:
         yield float(result.loss)
 
 
-def ddp_side(work: Workload) -> Iterator[float]:
+def ddp_side(work: Workload) -> Generator[float]:
     """Hand-written DistributedDataParallel with gradient accumulation under no_sync. Yields the loss of each step."""
     torch.manual_seed(0)
     model = DistributedDataParallel(work.model())

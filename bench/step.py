@@ -1,7 +1,7 @@
-"""What a step costs against hand-written DDP. Run by `evenstep run --processes 2 bench/step.py WORKLOAD`.
+"""What a step costs against hand-written DDP. Run by `evenstep run --processes 2 [--no-exact] bench/step.py WORKLOAD`.
 
 Both sides live in the same processes and take turns, a few steps each, so that a machine that is slower for a while is
-slower for both. Prints {"exact": [ratio, ...], "equal": [ratio, ...]}: one for each pair of turns.
+slower for both. Prints {"ratios": [...]}: evenstep's time over DDP's, one for each pair of turns.
 """
 
 from __future__ import annotations
@@ -29,36 +29,34 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps in a turn")
     options = parser.parse_args()
     work = workload(options.workload)
-    ratios: dict[str, list[float]] = {}
-    for name, exact in (("exact", True), ("equal", False)):
-        run = start(work, int(os.environ["WORLD_SIZE"]), exact=exact)
-        ours, theirs = evenstep_side(run, work), ddp_side(work)
-        turn(ours, 2, deterministic=exact)  # the first steps check, allocate and build
-        turn(theirs, 3, deterministic=False)
-        ratios[name] = []
-        for number in range(options.turns):
-            if number % 2 == 0:
-                seconds = turn(ours, options.steps, deterministic=exact)
-                ratio = seconds / turn(theirs, options.steps, deterministic=False)
-            else:
-                seconds = turn(theirs, options.steps, deterministic=False)
-                ratio = turn(ours, options.steps, deterministic=exact) / seconds
-            ratios[name].append(ratio)
-        del ours, theirs  # DDP before its process group
-        run.close()
-    if os.environ["RANK"] == "0":
-        print(json.dumps(ratios), flush=True)
+    run = start(work, int(os.environ["WORLD_SIZE"]))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    ours, theirs = evenstep_side(run, work), ddp_side(work)
 
+    def turn(side: Iterator[float], steps: int = options.steps) -> float:
+        """Seconds for so many steps of one side, until the slower process has done them."""
+        torch.use_deterministic_algorithms(deterministic and side is ours)
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(steps):
+            next(side)
+        dist.barrier()
+        return time.perf_counter() - started
 
-def turn(side: Iterator[float], steps: int, *, deterministic: bool) -> float:
-    """Seconds for so many steps of one side, until the slowest process has done them."""
-    torch.use_deterministic_algorithms(deterministic)
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(steps):
-        next(side)
-    dist.barrier()
-    return time.perf_counter() - started
+    turn(ours, 3)  # the first steps check, allocate and build
+    turn(theirs, 3)
+    ratios = []
+    for number in range(options.turns):
+        if number % 2 == 0:
+            seconds = turn(ours)
+            ratios.append(seconds / turn(theirs))
+        else:
+            seconds = turn(theirs)
+            ratios.append(turn(ours) / seconds)
+    theirs.close()  # DDP before its process group
+    run.close()
+    if run.rank == 0:
+        print(json.dumps({"ratios": ratios}), flush=True)
 
 
 if __name__ == "__main__":
