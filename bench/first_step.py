@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import torch
@@ -21,8 +22,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(json.dumps({"time": time.time()}), flush=True)
     dist.barrier()
-    del model  # before its process group
-    dist.destroy_process_group()
+    os._exit(0)  # taking gloo apart aborts now and then, and what is measured is over
 
 
 if __name__ == "__main__":

@@ -40,11 +40,9 @@ def main() -> None:
         next(steps)
     peak = peak_memory()
     dist.barrier()
-    steps.close()  # DDP before its process group
-    if side == "ddp":
-        dist.destroy_process_group()
     if rank == 0:
         print(json.dumps({"peak": peak, "gradients": gradients}), flush=True)
+    os._exit(0)  # taking DDP and gloo apart aborts now and then, and what is measured is over
 
 
 def peak_memory() -> int:
