@@ -65,8 +65,9 @@ def write_script(folder: Path, text: str, name: str = "script.py") -> Path:
 
 
 def clean_environ(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without what the tests' own launcher may have set."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    """This process's environment without what pytest, its plugins and this suite have set."""
+    places = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    ours = (*places, "OMP_NUM_THREADS", "COLUMNS", "LINES")
     kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("EVENSTEP_")}
     return {**kept, **(env or {})}
 

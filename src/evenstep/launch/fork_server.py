@@ -177,9 +177,11 @@ def _refresh(job: Job) -> None:
     if numpy is not None and hasattr(numpy, "random"):
         numpy.random.seed()
     torch = sys.modules.get("torch")
-    threads = job.threads()
-    if torch is not None and threads is not None and threads != 1:
-        torch.set_num_threads(threads)
+    if torch is not None:
+        torch.default_generator.seed()
+        threads = job.threads()
+        if threads is not None and threads != 1:
+            torch.set_num_threads(threads)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)

@@ -1,0 +1,188 @@
+"""The command line: help, exit codes, and what it refuses before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from evenstep import __version__
+from evenstep.cli.report import resume_command
+from evenstep.record.paths import RunPaths
+from tests.launch.launching import Result, clean_environ, command, evenstep, write_script
+
+
+def refused(result: Result, *says: str) -> None:
+    assert result.code == 2, result
+    assert "Traceback" not in result.err
+    for words in says:
+        assert words in result.err
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ("run", "--help")])
+def test_help_and_version_are_quick_and_import_no_torch(tmp_path: Path, words: tuple[str, ...]) -> None:
+    times = []
+    for _ in range(5):
+        before = time.monotonic()
+        result = evenstep(tmp_path, *words)
+        times.append(time.monotonic() - before)
+        assert result.code == 0
+    assert min(times) < 0.3
+    code = "import sys; from evenstep.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path).stdout
+    assert out.endswith("False\n")
+
+
+def test_version(tmp_path: Path) -> None:
+    assert evenstep(tmp_path, "--version").out == f"evenstep {__version__}\n"
+    module = [sys.executable, "-m", "evenstep", "--version"]
+    assert subprocess.run(module, capture_output=True, text=True, cwd=tmp_path).stdout == f"evenstep {__version__}\n"
+
+
+def test_help_names_what_run_takes(tmp_path: Path) -> None:
+    text = evenstep(tmp_path, "run", "--help").out
+    for option in (
+        "--processes",
+        "--nproc_per_node",
+        "--global-batch",
+        "--run DIR",
+        "--no-exact",
+        "--keep",
+        "130: Ctrl-C",
+    ):
+        assert option in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["run"], ["Missing argument 'SCRIPT'"]),
+        (["run", "--processes", "0", "a.py"], ["0 is too few", "at least 1"]),
+        (["run", "--processes", "-2", "a.py"], ["-2 is too few"]),
+        (["run", "--processes", "many", "a.py"], ["'many' is neither a number"]),
+        (["run", "--global-batch", "0", "a.py"], ["--global-batch", "0"]),
+        (["run", "--seed", "-1", "a.py"], ["--seed"]),
+        (["run", "--backend", "carrier-pigeon", "a.py"], ["carrier-pigeon", "gloo"]),
+        (["run", "--no-such-option", "a.py"], ["--no-such-option"]),
+        (["run", "--nnodes=2", "a.py"], ["--nnodes 2", "this host only", "what to do"]),
+        (["run", "--nnodes", "1:4", "a.py"], ["--nnodes 1:4", "this host only"]),
+        (["run", "--node_rank=1", "a.py"], ["this host only"]),
+        (["run", "--rdzv_endpoint=h:1", "a.py"], ["--rdzv-endpoint h:1", "this host only"]),
+        (["run", "--master_port=29501", "a.py"], ["evenstep finds a free port"]),
+        (["run", "--processes", "gpu", "a.py"], ["no GPU"]),
+        (["walk"], ["walk"]),
+    ],
+)
+def test_wrong_usage(tmp_path: Path, words: list[str], says: list[str]) -> None:
+    write_script(tmp_path, "open('ran', 'w')", "a.py")
+    refused(evenstep(tmp_path, *words, env={"CUDA_VISIBLE_DEVICES": ""}), *says)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_such_script_names_near_ones(tmp_path: Path) -> None:
+    write_script(tmp_path, "", "train.py")
+    write_script(tmp_path, "", "evaluate.py")
+    refused(evenstep(tmp_path, "run", "tarin.py"), f"there is no script tarin.py in {tmp_path}", "near it: train.py\n")
+    refused(evenstep(tmp_path, "run", "train"), "near it: train.py\n")
+    refused(evenstep(tmp_path, "run", "src/train.py"), "no directory src")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_no_script(tmp_path: Path) -> None:
+    write_script(tmp_path, "", "folder/a.py")
+    refused(evenstep(tmp_path, "run", "folder"), "folder is a directory without __main__.py", "folder/a.py")
+    refused(evenstep(tmp_path, "run", "/dev/null"), "/dev/null is not a file")
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"EVENSTEP_LAUNCH": "abc"}, ["already a process of `evenstep run`", "what to do"]),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["RANK=0 is set already (by another launcher", "unset RANK"]),
+        ({"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, ["(by torchrun)"]),
+        (
+            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"},
+            ["srun starts `evenstep run` 4 times", "python script.py"],
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+            | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            ["mpirun starts `evenstep run` 2 times"],
+        ),
+    ],
+)
+def test_launcher_inside_a_launcher(tmp_path: Path, env: dict[str, str], says: list[str]) -> None:
+    write_script(tmp_path, "open('ran', 'w')", "a.py")
+    refused(evenstep(tmp_path, "run", "a.py", env=env), *says)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_launcher_started_by_a_process_of_a_launch(tmp_path: Path) -> None:
+    inner = command("run", "inner.py")
+    write_script(tmp_path, "open('ran', 'w')", "inner.py")
+    write_script(tmp_path, f"import subprocess, sys; sys.exit(subprocess.run({inner!r}).returncode)", "outer.py")
+    result = evenstep(tmp_path, "run", "outer.py")
+    assert result.code == 1
+    assert "already a process of `evenstep run`" in result.err
+    assert "rank 0 called sys.exit(2)" in result.err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_shell_of_an_allocation_is_no_launcher(tmp_path: Path) -> None:
+    write_script(tmp_path, "print('ran')", "a.py")
+    env = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "WORLD_SIZE": "4"}
+    assert evenstep(tmp_path, "run", "a.py", env=env).out == "ran\n"
+
+
+def test_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "open('ran', 'w')", "a.py")
+    write_script(tmp_path, "", "file")
+    refused(evenstep(tmp_path, "run", "--run", "file", script), "--run file is a file, not a directory")
+    refused(evenstep(tmp_path, "run", "--run", "file/in", script), "cannot make the run directory", "what to do")
+    refused(evenstep(tmp_path, "run", "--run", "/proc/x", script), "cannot make the run directory /proc/x")
+    refused(evenstep(Path("/proc"), "run", script), "cannot make a run directory under /proc/runs")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="everything is writable for root")
+def test_run_directory_without_permission(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "", "a.py")
+    (tmp_path / "closed").mkdir(mode=0o500)
+    refused(evenstep(tmp_path, "run", "--run", "closed", script), "is not writable")
+
+
+def test_full_disk_is_seen_before_start(tmp_path: Path) -> None:
+    """A limit on file sizes stands for it."""
+    write_script(tmp_path, "open('ran', 'w')", "a.py")
+    words = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh", *command("run", "--run", "run", "a.py")]
+    done = subprocess.run(words, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=60)
+    refused(Result(done.returncode, done.stdout, done.stderr), "cannot write into the run directory", "what to do")
+    assert not (tmp_path / "ran").exists()
+    assert list((tmp_path / "run" / "logs").iterdir()) == []
+
+
+def test_words_for_processes(tmp_path: Path) -> None:
+    write_script(tmp_path, "import os; print(os.environ['WORLD_SIZE'])", "a.py")
+    env = {"CUDA_VISIBLE_DEVICES": ""}
+    cores = str(len(os.sched_getaffinity(0)))
+    for word, expected in [("cpu", cores), ("auto", cores), ("3", "3"), (None, "1")]:
+        options = [] if word is None else ["--nproc_per_node", word]
+        assert evenstep(tmp_path, "run", *options, "a.py", env=env).out == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["run", "a.py"], "evenstep run --run RUN a.py"),
+        (["run", "--run", "old", "a.py"], "evenstep run --run old a.py"),
+        (["run", "--run=old", "a.py"], "evenstep run --run=old a.py"),
+        (["run", "--seed", "3", "-m", "a", "--run", "x"], "evenstep run --run RUN --seed 3 -m a --run x"),
+        (["run", "--no-exact", "a.py", "b c"], "evenstep run --run RUN --no-exact a.py 'b c'"),
+    ],
+)
+def test_resume_command(words: list[str], expected: str) -> None:
+    assert resume_command(words, RunPaths(Path("/elsewhere/r"))) == expected.replace("RUN", "/elsewhere/r")
