@@ -17,11 +17,11 @@ help:
 
 # Runs again only when what is to be installed has changed.
 $(STAMP): pyproject.toml constraints.txt
-	@echo "setup: installing into $(VENV)"
+	@echo "setup: installing into $(VENV), a minute or two"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "evenstep needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
 	@touch $@
 
 setup: $(STAMP)
