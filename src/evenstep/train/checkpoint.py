@@ -43,10 +43,12 @@ class Saved:
 
     def take(self, given: Mapping[str, Any]) -> None:
         """Sorts what restore was given into objects and values. UsageError for what would go wrong later."""
+        objects: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, thing in given.items():
             stateful = callable(getattr(thing, "state_dict", None)), callable(getattr(thing, "load_state_dict", None))
             if all(stateful):
-                self.objects[name] = thing
+                objects[name] = thing
             elif any(stateful):
                 raise UsageError(
                     f"{name} has only one of state_dict and load_state_dict",
@@ -58,28 +60,29 @@ class Saved:
                     do="give objects with state_dict and load_state_dict, or plain values (numbers, text, tensors)",
                 )
             else:
-                setattr(self.values, name, thing)
-        self._check_models()
-        self._check_optimizers()
+                values[name] = thing
+        self._check_models(objects)
+        self._check_optimizers(objects)
+        self.objects, self.values = objects, State(values)
 
-    def _check_models(self) -> None:
+    def _check_models(self, objects: Mapping[str, Any]) -> None:
         for k, model in enumerate(self.models.all):
-            if not any(model is thing for thing in self.objects.values()):
+            if not any(model is thing for thing in objects.values()):
                 raise UsageError(
                     f"a prepared model ({type(model).__name__}, number {k}) was not given to restore: "
                     "it would not be saved",
                     do="run.restore(model=model, optimizer=optimizer, ...)",
                 )
-        for name, thing in self.objects.items():
+        for name, thing in objects.items():
             if isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters()):
                 known = {id(p) for _, p in self.models.parameters()}
                 if not all(id(p) in known for p in thing.parameters()):
                     raise UsageError(f"{name} was not prepared", do=f"{name} = run.prepare({name}) before restore")
 
-    def _check_optimizers(self) -> None:
+    def _check_optimizers(self, objects: Mapping[str, Any]) -> None:
         known = {id(p) for _, p in self.models.parameters()}
-        given = [thing for thing in self.objects.values() if isinstance(thing, LRScheduler)]
-        for name, thing in self.objects.items():
+        given = [thing for thing in objects.values() if isinstance(thing, LRScheduler)]
+        for name, thing in objects.items():
             if not isinstance(thing, torch.optim.Optimizer):
                 continue
             strangers = sum(id(p) not in known for group in thing.param_groups for p in group["params"])
@@ -149,8 +152,10 @@ class Saved:
 
     # ---- saving
 
-    def fingerprint(self) -> str:
-        """The fingerprint of models and optimizers; all processes must call it. 16 hexadecimal digits."""
+    def fingerprint(self, when: str) -> str:
+        """The fingerprint of models and optimizers; all processes must call it. 16 hexadecimal digits.
+
+        `when` says where they are, to a process that meets them somewhere else."""
         objects = self.objects or dict(zip(self.models.names(), self.models.all, strict=True))
         tree = {
             name: thing.state_dict()
@@ -158,7 +163,7 @@ class Saved:
             if isinstance(thing, (nn.Module, torch.optim.Optimizer))
         }
         part = fingerprint.fingerprint(tree, self.meeting.rank, self.meeting.world_size)
-        answers = self.meeting.exchange("fingerprint", part.to_bytes(8, "little"), site="")
+        answers = self.meeting.exchange(when, part.to_bytes(8, "little"), site="")
         return fingerprint.to_hex(fingerprint.add(int.from_bytes(a, "little") for a in answers))
 
     def save(self, step: int, about: dict[str, object], keep: int) -> str | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ FORM = """def loss_fn(model, batch):                     # one micro-batch -> (s
 
         result = step.backward(loss_fn)                # in place of loss.backward()"""
 
+_TORCH = os.path.dirname(torch.__file__)
+_OURS = os.path.dirname(os.path.dirname(__file__))
 _DRAWS = 8  # evaluations of a loss that draws random numbers, to compare its mean with that of its halves
 _ROUNDING = 5e-3  # relative; far above what other kernel shapes change, far below what a mean does
 
@@ -212,27 +217,41 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def naming_nondeterministic() -> Iterator[None]:
+def naming_nondeterministic(look: bool) -> Iterator[None]:
     """Collects every operation without a deterministic form, and refuses them in one UsageError at the end."""
-    if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if not (look and strict):
         yield
         return
+    found: dict[str, str] = {}
+
+    def collect(message: Warning | str, *about: Any, **more: Any) -> None:
+        operation, said, _ = str(message).partition(" does not have a deterministic implementation")
+        if said:
+            found.setdefault(operation, _users_line())
+        else:
+            show(message, *about, **more)
+
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", message=".*does not have a deterministic implementation")
+            show, warnings.showwarning = warnings.showwarning, collect
             yield
     finally:
         torch.use_deterministic_algorithms(True)
-    found: dict[str, str] = {}
-    for warning in caught:
-        text = str(warning.message)
-        if "does not have a deterministic implementation" in text:
-            found.setdefault(text.split(" does not have")[0], f"{warning.filename}:{warning.lineno}")
-        else:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     if found:
         raise UsageError(
             "operations without a deterministic form: " + "; ".join(f"{op} ({place})" for op, place in found.items()),
             do="replace them, or give up exactness with exact=False (--no-exact)",
         )
+
+
+def _users_line() -> str:
+    """`file:line` of the user's code that runs; "in backward" where autograd was called by evenstep."""
+    frame: FrameType | None = sys._getframe(2)  # whoever called `collect`
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, warnings.__file__)):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(_OURS):
+        return "in backward"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -56,7 +56,7 @@ class Meeting:
         gone gives PeerFailed.
         """
         site = call_site() if site is None else site
-        self.last = f"{kind} ({site})"
+        self.last = _place(kind, site)
         if self.group is None:
             return [payload]
         try:
@@ -90,17 +90,21 @@ class Meeting:
         return [raw[r * size : (r + 1) * size] for r in range(self.world_size)]
 
 
+def _place(kind: str, site: str) -> str:
+    return f"{kind} ({site})" if site else kind
+
+
 def _mismatch(calls: list[dict[str, str]]) -> MismatchError:
     places: dict[str, list[int]] = {}
     same_call = len({(c["kind"], c["site"]) for c in calls}) == 1
     for rank, call in enumerate(calls):
-        text = f"{call['kind']} ({call['site']})"
+        text = _place(call["kind"], call["site"])
         if call["signature"] and same_call:
             text = call["signature"]
         places.setdefault(text, []).append(rank)
     said = [f"{ranks_text(ranks)}: {text}" for text, ranks in places.items()]
     if same_call:
-        what = f"the processes called {calls[0]['kind']} ({calls[0]['site']}) with different things"
+        what = f"the processes called {_place(calls[0]['kind'], calls[0]['site'])} with different things"
         do = "give the same structure, shapes, dtypes and operation on every process"
     else:
         what = "the processes are at different calls"

@@ -29,7 +29,7 @@ class Models:
         if not isinstance(model, nn.Module):
             raise UsageError(
                 f"prepare got {type(model).__name__}, expected a torch.nn.Module",
-                do="prepare models alone; optimizers and schedulers are made from them afterwards, and given to restore",
+                do="prepare models; optimizers and schedulers are made from them afterwards, and given to restore",
             )
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise UsageError(

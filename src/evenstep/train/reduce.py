@@ -112,7 +112,7 @@ class Reducer:
                 self.names[id(p)] = name
 
     def start(self, named: Named, leaves: int, shares: Sequence[range]) -> Reduction:
-        """Begins a reduction of the gradients of `named` over micro-batches 0..leaves-1, shares[r] of them on rank r."""
+        """Begins to reduce the gradients of `named` over micro-batches 0..leaves-1, of which shares[r] are rank r's."""
         trained = [(name, p) for name, p in reversed(named) if p.requires_grad]  # about as backward reaches them
         if not trained:
             raise UsageError(
@@ -209,7 +209,8 @@ class Reduction:
             )
         if self.last and self.buckets:
             self.left[self.bucket_of[k]] -= 1
-            while self.launched < len(self.buckets) and self.left[self.launched] == 0:
+            # The last bucket waits for the end of the backward, so that a failure until then can travel with it.
+            while self.launched < len(self.buckets) - 1 and self.left[self.launched] == 0:
                 self._launch()
 
     def open(self, meet: Callable[[], float | None]) -> None:

@@ -14,7 +14,8 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from evenstep.errors import IdentityError, MachineError, UsageError
+from evenstep.errors import EvenstepError, IdentityError, MachineError, UsageError
+from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule, StepPlan
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.events import EventWriter
@@ -29,12 +30,14 @@ from evenstep.train.models import Models
 from evenstep.train.norm import clip_
 from evenstep.train.options import Options
 from evenstep.train.progress import Progress, plan_lines
-from evenstep.train.randomness import Randomness
+from evenstep.train.randomness import Randomness, key
 from evenstep.train.reduce import Reducer
 from evenstep.train.state import save_model
 from evenstep.train.step import Step
 from evenstep.train.steps import Loop, Steps
 from evenstep.train.world import Ground, disconnect
+
+_ORDER_SAMPLE = 64  # how many indices, from both ends of an epoch, processes compare
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -70,7 +73,7 @@ class Run:
         self._saved_at: int | None = None
         self._fingerprint: str | None = None
         self._evaluations = 0
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
 
     # ---- before the loop
 
@@ -105,8 +108,9 @@ class Run:
 
         `shuffle`: another keyed permutation in every epoch. `order`: instead, a sequence of indices, or a function
         epoch -> such a sequence (each of one length). `weights`: instead, one number a sample: len(data) draws an
-        epoch, with replacement. `collate`: list of samples -> batch (torch's default_collate). `loaders`: loader processes of
-        this process; their number changes no bit. `drop_last`: leave out the samples that do not fill a global batch.
+        epoch, with replacement. `collate`: list of samples -> batch (torch's default_collate). `loaders`: loader
+        processes of this process; their number changes no bit. `drop_last`: leave out the samples that do not fill a
+        global batch.
 
         The generators of torch, numpy and random are keyed for every sample, collate call and micro-batch, so
         augmentation and dropout do not depend on the layout.
@@ -125,7 +129,8 @@ class Run:
                 data, chosen, mine, seed=options.seed, rank=self.rank, collate=collate, loaders=loaders, pin=pin
             )
 
-        self._steps = Steps(schedule, Loop(self._begin_loop, read, self._begin_step, self._after_step, self._finish))
+        loop = Loop(self._begin_loop, read, self._begin_step, self._after_step, self._finish)
+        self._steps = Steps(schedule, chosen, loop)
         return self._steps
 
     def restore(self, **things: Any) -> State:
@@ -152,8 +157,6 @@ class Run:
             self._cursor, self._done, self._epoch = int(about["cursor"]), int(about["step"]), int(about["epoch"])
             self._saved_at = self._done
             self._fingerprint = str(about["fingerprint"])
-            if self._metrics is not None:
-                self._metrics.cut(self._done)
             self._events.emit("resume", step=self._done, cursor=self._cursor, damaged=damaged)
             self._say(
                 f"goes on after step {self._done} ({self._cursor} samples) from {self._checkpoints.folder(self._done)}"
@@ -264,7 +267,7 @@ class Run:
 
     # ---- the loop's hooks
 
-    def _begin_loop(self, schedule: Schedule) -> int:
+    def _begin_loop(self, schedule: Schedule, order: Order) -> int:
         if not self._models.all:
             raise UsageError("no model was prepared", do="model = run.prepare(Net()) before the loop")
         if not self._restored:
@@ -278,8 +281,10 @@ class Run:
                     "checkpoints were asked for, and the script does not call run.restore, which says what they hold",
                     do="run.restore(model=model, optimizer=optimizer, ...) before the loop",
                 )
-        self._check_data(schedule)
+        self._check_data(schedule, order)
         first = self._first_step(schedule)
+        if self._metrics is not None:
+            self._metrics.cut(self._done)  # rows of steps that a killed process did and that will be done again
         self._looping = True
         self._models.first_step = first
         if self.rank == 0 and first < len(schedule):
@@ -293,15 +298,23 @@ class Run:
         )
         return first
 
-    def _check_data(self, schedule: Schedule) -> None:
-        said = {"samples": schedule.samples, "steps": len(schedule), "drop_last": schedule.drop_last}
+    def _check_data(self, schedule: Schedule, order: Order) -> None:
+        """UsageError on every process where they would read different data."""
+        begin, end = min(_ORDER_SAMPLE, order.length), max(0, order.length - _ORDER_SAMPLE)
+        sample = [*order.indices(0, 0, begin).tolist(), *order.indices(0, end, order.length).tolist()]
+        said = {
+            "samples": schedule.samples,
+            "steps": len(schedule),
+            "drop_last": schedule.drop_last,
+            "order": f"{key(*sample):x}",
+        }
         answers = self._meeting.exchange("run.steps", json.dumps(said).encode(), site="")
         for rank, answer in enumerate(answers):
             if json.loads(answer) != json.loads(answers[0]):
                 raise UsageError(
-                    f"rank {rank} has {json.loads(answer)}, rank 0 has {json.loads(answers[0])}: the data set or its "
-                    "length differs between processes",
-                    do="give every process the whole data set; evenstep chooses what each one reads",
+                    f"rank {rank} has {json.loads(answer)}, rank 0 has {json.loads(answers[0])}: "
+                    "the data set, its length or its order differs between processes",
+                    do="give every process the whole data set, in one order; evenstep chooses what each one reads",
                 )
 
     def _first_step(self, schedule: Schedule) -> int:
@@ -353,7 +366,7 @@ class Run:
         self._open_step = None
         self._done, self._cursor = plan.number + 1, plan.cursor_after
         loss = step.result.loss if step.result else None
-        fingerprint = self._saved.fingerprint() if self._options.fingerprints else None
+        fingerprint = self._saved.fingerprint(self._where()) if self._options.fingerprints else None
         said = {} if fingerprint is None else {"fingerprint": fingerprint}
         self._events.emit("step", step=self._done, epoch=plan.epoch, cursor=self._cursor, loss=loss, **said)
         if self._progress is not None:
@@ -368,7 +381,7 @@ class Run:
         """Returns why it could not be written, on rank 0."""
         assert self._steps is not None
         schedule = self._steps.schedule
-        self._fingerprint = fingerprint or self._saved.fingerprint()
+        self._fingerprint = fingerprint or self._saved.fingerprint(self._where())
         about = {
             "step": self._done,
             "cursor": self._cursor,
@@ -411,7 +424,7 @@ class Run:
         if self._restored and self._saved_at != self._done:
             reason = self._checkpoint()
         elif self._fingerprint is None or self._saved_at != self._done:
-            self._fingerprint = self._saved.fingerprint()
+            self._fingerprint = self._saved.fingerprint(self._where())
         if self.rank == 0:
             if reason is not None:
                 raise MachineError(
@@ -429,6 +442,9 @@ class Run:
             write_whole(self._paths.finished, (json.dumps(said) + "\n").encode())
         self._events.emit("finished", step=self._done, left_early=left_early, fingerprint=self._fingerprint)
 
+    def _where(self) -> str:
+        return f"the end of step {self._done - 1}"
+
     def _read_finished(self) -> dict[str, Any] | None:
         try:
             found = json.loads(self._paths.finished.read_text())
@@ -441,13 +457,22 @@ class Run:
 
         A finished run prints its fingerprint as the last line on standard output (rank 0).
         """
-        self._close(failed=_script_failed())
+        self._close(failed=False)
+
+    def _at_exit(self) -> None:
+        """The script has ended. An error here must still show in the exit code, which atexit cannot change."""
+        try:
+            self._close(failed=getattr(sys, "last_value", None) is not None)
+        except EvenstepError as error:
+            sys.stdout.flush()
+            print(f"evenstep: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(error.exit_code)
 
     def _close(self, failed: bool) -> None:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         try:
             if failed:
                 self._events.emit("failed", step=self._done, at=self._meeting.last)
@@ -485,8 +510,3 @@ class Run:
             self._progress.note(text)
         else:
             print(text, file=sys.stderr, flush=True)
-
-
-def _script_failed() -> bool:
-    """Whether the interpreter ends because of an exception."""
-    return getattr(sys, "last_value", None) is not None and sys.exc_info()[0] is None

@@ -162,7 +162,7 @@ class _Backward:
         reduction = step._reducer.start(named, step._leaves, step._shares)
         self.trained = str(len(reduction.params)) if step._meeting.world_size == 1 else _digest(reduction.names)
         try:
-            with step._randomness.keyed():
+            with step._randomness.keyed(), naming_nondeterministic(self.first):
                 if self.first:
                     self._first_checks()
                 for i in step._share:
@@ -193,13 +193,11 @@ class _Backward:
         batch = step._batch(i)
         step._randomness.begin_micro_batch(step.number, self.call, i)
         with torch.enable_grad():
-            if self.first and i == step._share.start:
-                versions = buffer_versions(self.models)
-                with naming_nondeterministic():
-                    found = leaf(self.loss_fn(*self.models, batch), i)
+            look = self.first and i == step._share.start
+            versions = buffer_versions(self.models) if look else []
+            found = leaf(self.loss_fn(*self.models, batch), i)
+            if look:
                 refuse_written_buffers(versions, self.models)
-            else:
-                found = leaf(self.loss_fn(*self.models, batch), i)
         total = found.total
         self.leaves[i] = Leaf(total.detach(), found.value, found.weight, found.metrics)
         return total

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evenstep.errors import UsageError
+from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule, StepPlan
 from evenstep.train.step import Step
 
@@ -15,7 +16,7 @@ from evenstep.train.step import Step
 class Loop:
     """What a run does around each step."""
 
-    begin: Callable[[Schedule], int]  # returns the first step to do
+    begin: Callable[[Schedule, Order], int]  # returns the first step to do
     read: Callable[[Schedule, int], Any]  # a Reader of this process's micro-batches, from that step on
     step: Callable[[StepPlan, Iterator[Any]], Step]
     after: Callable[[StepPlan, Step], None]
@@ -28,8 +29,8 @@ class Steps:
     A resumed run goes on at its cursor, so the loop has fewer turns than `len()`. `break` is safe.
     """
 
-    def __init__(self, schedule: Schedule, loop: Loop) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, order: Order, loop: Loop) -> None:
+        self.schedule, self.order = schedule, order
         self._loop = loop
         self._begun = False
 
@@ -42,7 +43,7 @@ class Steps:
                 "run.steps was looped over twice", do="one run has one loop: give it more epochs= or steps="
             )
         self._begun = True
-        first = self._loop.begin(self.schedule)
+        first = self._loop.begin(self.schedule, self.order)
         return self._steps(first)
 
     def _steps(self, first: int) -> Iterator[Step]:
