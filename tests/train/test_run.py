@@ -29,6 +29,7 @@ from evenstep.errors import (
 )
 from evenstep.record.events import read_events
 from evenstep.train.run import Run
+from evenstep.train.state import save_tree
 from tests.ranks import RanksFailed, run_ranks
 from tests.train.scripts import Convolutions, Pictures, Transformer, classification, fingerprints, training_run
 
@@ -241,9 +242,7 @@ def test_a_changed_data_set_is_refused_at_a_resume(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_and_training_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from evenstep.train import checkpoint
-
-    real, calls = checkpoint.save_tree, []
+    real, calls = save_tree, []
 
     def full(folder: Path, tree: object) -> None:
         calls.append(folder)
@@ -251,7 +250,7 @@ def test_a_full_disk_is_said_and_training_goes_on(
             raise OSError(28, "No space left on device", str(folder))
         real(folder, tree)
 
-    monkeypatch.setattr(checkpoint, "save_tree", full)
+    monkeypatch.setattr("evenstep.train.checkpoint.save_tree", full)
     small(tmp_path / "run")
     err = capsys.readouterr().err
     assert "checkpoint 4 could not be written" in err
@@ -261,12 +260,10 @@ def test_a_full_disk_is_said_and_training_goes_on(
 
 
 def test_a_full_disk_at_the_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from evenstep.train import checkpoint
-
     def full(folder: Path, tree: object) -> None:
         raise OSError(28, "No space left on device", str(folder))
 
-    monkeypatch.setattr(checkpoint, "save_tree", full)
+    monkeypatch.setattr("evenstep.train.checkpoint.save_tree", full)
     with pytest.raises(MachineError, match="the last checkpoint could not be written"):
         small(tmp_path / "run")
 
@@ -324,7 +321,7 @@ def test_options_that_cannot_work(tmp_path: Path, options: dict[str, Any], messa
 
 def test_more_processes_than_micro_batches(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"3 processes for 2 micro-batches(.|\n)*--processes"):
-        run_ranks(lambda: begin(tmp_path, global_batch=8, micro_batch=4) and None, 3)
+        run_ranks(lambda: begin(tmp_path, global_batch=8, micro_batch=4).close(), 3)
 
 
 @pytest.mark.parametrize(

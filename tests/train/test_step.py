@@ -207,10 +207,10 @@ def test_a_failure_within_backward_is_told_to_all_and_keeps_nothing(tmp_path: Pa
             said = ""
             for step in run.steps(numbers(16), steps=1):
 
-                def loss_fn(model: nn.Module, batch: Any) -> Any:
+                def loss_fn(model: nn.Sequential, batch: Any) -> Any:
                     hidden = model[0](batch[0])
                     if run.rank == 1:
-                        hidden = Explodes.apply(hidden)
+                        hidden = Explodes.apply(hidden)  # type: ignore[no-untyped-call]
                     return model[1](hidden).sum(), len(batch[0])
 
                 try:

@@ -29,6 +29,14 @@ class State:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.__dict__.update(values)
 
+    def __getattr__(self, name: str) -> Any:  # only for names that are not there
+        raise AttributeError(f"run.restore was given no value {name!r}; it has {', '.join(self.__dict__) or 'none'}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dict__:
+            getattr(self, name)
+        self.__dict__[name] = value
+
     def __repr__(self) -> str:
         return f"State({', '.join(f'{k}={v!r}' for k, v in self.__dict__.items())})"
 
