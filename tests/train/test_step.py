@@ -36,7 +36,7 @@ class Branches(nn.Module):
 
 
 def awkward(directory: Path) -> list[str]:
-    """Unused branches, two forwards in a micro-batch, ragged and small batches, freezing, a second backward, a failure."""
+    """Unused branches, two forwards in a micro-batch, ragged batches, freezing, a second backward, a failure."""
     failures = 0
 
     def loss_fn(model: nn.Module, batch: Any) -> Any:
@@ -105,7 +105,7 @@ def test_agrees_with_a_plain_loop_over_big_batches(world_size: int, tmp_path: Pa
             begun = [p.detach().clone() for p in model.parameters()]
             for step in run.steps(data, epochs=2):
                 seen: list[Tensor] = []
-                step.backward(lambda model, batch: weighted(model, batch, seen))
+                step.backward(lambda model, batch, seen=seen: weighted(model, batch, seen))
                 optimizer.step()
                 optimizer.zero_grad()
                 order.append(torch.cat(seen))
@@ -279,7 +279,7 @@ def test_random_numbers_of_the_loop_are_the_same_everywhere(tmp_path: Path) -> N
     def work(directory: Path, loaders: int) -> list[float]:
         drawn = []
         with training_run(directory) as run:
-            model = run.prepare(nn.Linear(12, 4))
+            run.prepare(nn.Linear(12, 4))
             for step in run.steps(numbers(), epochs=1, loaders=loaders):
                 drawn.append(torch.rand(()).item())
                 step.backward(lambda m, b: (m(b[0]).square().sum(), len(b[1])))
