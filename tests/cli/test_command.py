@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,11 +27,12 @@ def refused(result: Result, *says: str) -> None:
 def test_help_and_version_are_quick_and_import_no_torch(tmp_path: Path, words: tuple[str, ...]) -> None:
     times = []
     for _ in range(5):
-        before = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         result = evenstep(tmp_path, *words)
-        times.append(time.monotonic() - before)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert result.code == 0
-    assert min(times) < 0.3
+    assert min(times) < 0.3  # of processor time: what else the machine does is no matter of ours
     code = "import sys; from evenstep.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path).stdout
     assert out.endswith("False\n")

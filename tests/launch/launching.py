@@ -138,9 +138,14 @@ def tagged(tag: str) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
+    return state(pid) not in "ZX"
+
+
+def state(pid: int) -> str:
+    """The kernel's letter for what a process does: S sleeps, T is stopped, Z is a zombie; X if there is none."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
 
 
 def children(pid: int) -> list[int]:

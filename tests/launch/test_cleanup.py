@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import Launch, children, eventually, is_alive, launched, run, write_script
+from tests.launch.launching import Launch, children, eventually, is_alive, launched, run, state, write_script
 
 # Loader processes, and subprocesses of the user's that have left the process group; one without our tag.
 BUSY = """
@@ -140,6 +140,28 @@ def test_ctrl_c_while_importing(tmp_path: Path) -> None:
         result = launch.wait()
         assert launch.alive() == []
     assert (result.code, result.out) == (130, "")
+
+
+def test_ctrl_z_stops_and_fg_goes_on(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, time
+        pathlib.Path(f"up-{os.environ['RANK']}").write_text(str(os.getpid()))
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+        """,
+    )
+    with launched(tmp_path, "--processes", 2, script) as launch:
+        up = [tmp_path / "up-0", tmp_path / "up-1"]
+        assert eventually(lambda: all(path.exists() and path.read_text() for path in up))
+        pids = [launch.popen.pid, *(int(path.read_text()) for path in up)]
+        launch.popen.send_signal(signal.SIGTSTP)
+        assert eventually(lambda: all(state(pid) == "T" for pid in pids))
+        launch.popen.send_signal(signal.SIGCONT)
+        assert eventually(lambda: all(state(pid) != "T" for pid in pids))
+        (tmp_path / "go").touch()
+        assert launch.wait().code == 0
 
 
 def test_nohup_is_respected(tmp_path: Path) -> None:

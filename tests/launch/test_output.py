@@ -212,7 +212,7 @@ def test_size_of_the_terminal_is_passed_on(tmp_path: Path) -> None:
 def test_prefix_goes_before_whole_lines_only(tmp_path: Path) -> None:
     source, end = os.pipe()
     out, terminal_end = os.pipe()
-    stream = Stream(source, AppendFile(tmp_path / "log"), terminal_end, b"[1] ")
+    stream = Stream(source, AppendFile(tmp_path / "log"), terminal_end, b"[1] ", by_line=True)
     try:
         for piece in (b"ab", b"c\nd", b"\r50%\re", b"\n\n", b"tail"):
             os.write(end, piece)

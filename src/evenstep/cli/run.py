@@ -126,6 +126,7 @@ def run(
     preflight.refuse_nested()
     if not as_module:
         preflight.check_script(script)
+    count = preflight.process_count(processes)
     paths = preflight.run_paths(run_directory, script)
     settings = Settings(
         run=str(paths.root),
@@ -143,7 +144,7 @@ def run(
     outcome = run_local(
         Script(script, as_module, arguments),
         paths,
-        preflight.process_count(processes),
+        count,
         settings,
         show_all=output == "all",
         say=say,

@@ -207,6 +207,11 @@ class _Launch:
             resize(self._streams)
             self._command(tell=int(number))
             return
+        if number == int(signal.SIGTSTP):  # Ctrl-Z, and `fg` after it
+            self._command(tell=int(signal.SIGSTOP))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self._command(tell=int(signal.SIGCONT))
+            return
         again = self._signal is not None
         self._signal = number if self._signal is None else self._signal
         if not self._started:
@@ -246,9 +251,9 @@ class _Launch:
 
 @contextmanager
 def _signals_to(handler: Callable[[int], None]) -> Iterator[None]:
-    """Have the signals that end a command call `handler`; those that were ignored (nohup) stay ignored."""
+    """Have a terminal's signals call `handler`; those that were ignored (nohup) stay ignored."""
     before: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH, signal.SIGTSTP):
         if signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, lambda received, _: handler(received))
     try:

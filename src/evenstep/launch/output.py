@@ -7,7 +7,6 @@ import fcntl
 import os
 import select
 import struct
-import sys
 import termios
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from evenstep.record.append import AppendFile
 from evenstep.record.paths import RunPaths
 
-_LONGEST_LINE = 1 << 16  # a prefixed line is passed on at this length, ended or not
+_LONGEST_LINE = 1 << 16  # a line is passed on at this length, ended or not
 
 
 @dataclass
@@ -27,6 +26,7 @@ class Stream:
     log: AppendFile
     terminal: int | None  # written there too
     prefix: bytes = b""  # before each line on the terminal
+    by_line: bool = False  # whole lines only, so that several streams' lines do not mix on the terminal
     is_terminal: bool = False  # the process sees a terminal: `source` is a pty's master
     _line: bytes = field(default=b"", repr=False)
 
@@ -40,20 +40,21 @@ class Stream:
             data = b""
         if data:
             self.log.append(data)
-        text = self._whole_lines(data) if self.prefix else data
+        text = self._whole_lines(data) if self.by_line else data
         if self.terminal is not None and text and not _write(self.terminal, text):
             self.terminal = None  # who read it is gone (`| head`); training goes on, and so does the log
         return bool(data)
 
     def _whole_lines(self, data: bytes) -> bytes:
-        """Prefix whole lines and keep the rest; at the end of the stream (no data) pass the rest on."""
+        """Whole lines, prefixed; the rest is kept until its line, or the stream (no data), ends."""
         text = self._line + data
         end = text.rfind(b"\n") + 1
         if not data or len(text) - end > _LONGEST_LINE:
             end = len(text)
         self._line = text[end:]
-        lines = text[:end].removesuffix(b"\n").split(b"\n") if end else []
-        return b"".join(self.prefix + line + b"\n" for line in lines)
+        if not self.prefix or end == 0:
+            return text[:end]
+        return b"".join(self.prefix + line + b"\n" for line in text[:end].removesuffix(b"\n").split(b"\n"))
 
 
 def open_streams(
@@ -65,7 +66,7 @@ def open_streams(
     stay apart unless both are terminals. The others get one pipe for both.
     """
     log = AppendFile(paths.log(0), on_error)
-    out_fd, err_fd = sys.__stdout__.fileno(), sys.__stderr__.fileno()  # type: ignore[union-attr]  # a command has both
+    out_fd, err_fd = 1, 2
     streams: list[Stream] = []
     if os.isatty(out_fd) and os.isatty(err_fd):
         source, out = _terminal(out_fd)
@@ -76,13 +77,15 @@ def open_streams(
         for descriptor in (out_fd, err_fd):
             is_terminal = os.isatty(descriptor)
             source, end = _terminal(descriptor) if is_terminal else os.pipe()
-            streams.append(Stream(source, log, descriptor, is_terminal=is_terminal))
+            by_line = show_all and not is_terminal  # on a terminal a progress bar has no line ends
+            streams.append(Stream(source, log, descriptor, by_line=by_line, is_terminal=is_terminal))
             pair.append(end)
         ends = [(pair[0], pair[1])]
     for rank in range(1, processes):
         source, end = os.pipe()
         prefix = f"[{rank}] ".encode() if show_all else b""
-        streams.append(Stream(source, AppendFile(paths.log(rank), on_error), out_fd if show_all else None, prefix))
+        log = AppendFile(paths.log(rank), on_error)
+        streams.append(Stream(source, log, out_fd if show_all else None, prefix, by_line=show_all))
         ends.append((end, end))
     return streams, ends
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Iterable
 
 # What a first training step imports late, after `import torch`: every process would pay for it again.
@@ -28,10 +27,11 @@ def preload(names: Iterable[str]) -> str | None:
 
 
 def _import(name: str) -> None:
-    if name in sys.modules:
-        return
     try:
-        importlib.import_module(name)
+        module = importlib.import_module(name)
+        if name == "evenstep":
+            for public in module.__all__:  # they load lazily
+                getattr(module, public)
     except BaseException:
         # The last part may be a name inside a module (from a.b import c); the module itself is imported by then.
         # Anything else is the script's own error, and it will show there.
