@@ -1,50 +1,10 @@
-"""A disk that is really full: a file system of one megabyte, in a mount namespace of its own."""
+"""What a disk that is really full does to what a run records."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
-import pytest
-
-from evenstep.record.checkpoints import Checkpoints
-
-SOURCE = Path(sys.modules[Checkpoints.__module__].__file__ or "").parents[2]
-
-
-def on_a_small_disk(tmp_path: Path, script: str) -> str:
-    """What `script` prints, run beside an empty disk of 1 MiB whose path is its first argument."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("a small disk can only be mounted by root")
-    mount = f"mount -t tmpfs -o size=1m tmpfs {disk}"
-    tried = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, check=False)
-    if tried.returncode != 0:
-        pytest.skip(f"no small disk can be mounted here: {tried.stderr.strip()}")
-    done = subprocess.run(
-        [
-            "unshare",
-            "-m",
-            "sh",
-            "-c",
-            f'{mount} && exec "$@"',
-            "sh",
-            sys.executable,
-            "-c",
-            textwrap.dedent(script),
-            str(disk),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.record.small_disk import on_a_small_disk
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_and_no_leftovers(tmp_path: Path) -> None:
@@ -80,6 +40,7 @@ def test_a_full_disk_does_not_stop_events_and_metrics(tmp_path: Path) -> None:
         """
         import sys
         from pathlib import Path
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from evenstep.record.events import EventWriter, read_events
         from evenstep.record.metrics import MetricsWriter, read_metrics
         from evenstep.record.paths import RunPaths
@@ -108,6 +69,10 @@ def test_a_full_disk_does_not_stop_events_and_metrics(tmp_path: Path) -> None:
         assert steps[0] == 1 and steps[-1] == 200 and len(steps) < 199, len(steps)
         rows = paths.metrics_csv.read_text().splitlines()
         assert [int(row.split(",")[0]) for row in rows[1:]] == steps
+        curves = EventAccumulator(str(paths.tensorboard))
+        curves.Reload()
+        points = [point.step for point in curves.Scalars("loss")]
+        assert points[0] == 1 and points[-1] == 200 and len(points) < 199, len(points)
         print(*told, sep="\\n")
         """,
     )

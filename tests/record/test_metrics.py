@@ -5,6 +5,8 @@ import json
 import math
 import os
 import struct
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -105,6 +107,16 @@ def test_a_run_that_goes_on_writes_each_step_once(paths: RunPaths) -> None:
     assert curves(paths.tensorboard)["loss"] == [(step, float(step)) for step in range(1, 10)]
 
 
+def test_a_second_resume_hides_what_the_first_one_wrote(paths: RunPaths) -> None:
+    for start in (0, 4, 2):
+        writer = MetricsWriter(paths)
+        writer.cut(start)
+        for step in range(start + 1, 7):
+            writer.write(step, 0, {"loss": 10 * start + step})
+        writer.close()
+    assert curves(paths.tensorboard)["loss"] == [(step, 20 * (step > 2) + step) for step in range(1, 7)]
+
+
 def test_a_run_that_goes_on_without_a_cut_keeps_its_table_whole(paths: RunPaths) -> None:
     writer = MetricsWriter(paths)
     writer.write(1, 0, {"loss": 1})
@@ -164,3 +176,24 @@ def test_tensorboard_reads_any_point(points: list[tuple[int, str, float]]) -> No
         writer.close()
         got = sorted((step, name, value) for name, curve in curves(Path(folder)).items() for step, value in curve)
     assert got == sorted(points)
+
+
+def test_tensorboard_is_imported_for_the_first_value_and_has_no_thread(tmp_path: Path) -> None:
+    script = """if True:
+        import sys, threading
+        from pathlib import Path
+        from evenstep.record.metrics import MetricsWriter
+        from evenstep.record.paths import RunPaths
+        paths = RunPaths(Path(sys.argv[1]))
+        for start in (0, 1):
+            writer = MetricsWriter(paths)
+            writer.cut(start)
+            print("tensorboard" in sys.modules)
+            writer.write(start + 1, 0, {"loss": 1.0})
+            print("tensorboard" in sys.modules, "torch" in sys.modules, threading.active_count())
+            writer.close()
+    """
+    run = [sys.executable, "-W", "error", "-c", script, str(tmp_path)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["False", "True False 1", "True", "True False 1"]
+    assert done.stderr == ""

@@ -470,7 +470,7 @@ def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path: Pat
     ("text", "number", "shown"),
     [
         ("Error while serializing: I/O error: No space left on device (os error 28)", 28, "No space left on device"),
-        ('Error while serializing: IoError(Os { code: 28, kind: StorageFull, message: "x" })', 28, "No space left"),
+        ('I/O error: Disk quota exceeded (os error 122) at path "x"', 122, "Disk quota exceeded"),
         ("something else", 5, "something else"),
     ],
 )

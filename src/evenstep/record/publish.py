@@ -28,28 +28,20 @@ def is_aside(path: Path) -> bool:
 
 def fsync_folder(folder: Path) -> None:
     """Put the names in `folder` on the disk (its files' content is theirs to sync)."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def fsync_tree(folder: Path) -> None:
     """Put everything under `folder` on the disk: the files, then the folders from the leaves up."""
     for root, _, files in os.walk(folder, topdown=False):
         for name in files:
-            descriptor = os.open(os.path.join(root, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            _fsync(Path(root, name), os.O_RDONLY)
         fsync_folder(Path(root))
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to; it appears as `path`, replacing what was there, when the block ends without an error.
+def whole_path(path: Path) -> Iterator[Path]:
+    """A free path to write a file to; what is there when the block ends without an error replaces `path`.
 
     With an error, `path` stays what it was and nothing is left beside it. An OSError comes out as a MachineError.
     """
@@ -57,16 +49,21 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = aside(path)
         try:
-            with beside.open("xb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
+            yield beside
+            _fsync(beside, os.O_RDONLY)
             os.replace(beside, path)
         except BaseException:
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
             raise
         fsync_folder(path.parent)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to that becomes `path` as with `whole_path`."""
+    with whole_path(path) as beside, beside.open("xb") as file:
+        yield file
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -133,6 +130,14 @@ def clean_up(folder: Path) -> None:
 def replaced(path: Path) -> Path:
     """Where a published folder waits until the one that replaces it is in its place."""
     return path.with_name(f".{path.name}{_REPLACED}")
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.train.state import check_tensor, encode_leaf, join_path
+from evenstep.train.leaves import encode_leaf, join_path
+from evenstep.train.state import check_tensor
 
 _Words = np.ndarray[Any, np.dtype[np.uint64]]
 

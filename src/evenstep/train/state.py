@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
-import base64
-import io
+import errno
 import json
-import math
+import os
 import re
-import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor, nn
 
 from evenstep.errors import CheckpointError, UsageError
-from evenstep.record.publish import whole_file
-from evenstep.record.tensorfile import Place, Stored, read_places, write_tensors
+from evenstep.record.publish import whole_path
+from evenstep.train.leaves import decode_leaf, encode_leaf, is_plain, is_text, join_path, refused
 
 SCHEMA = 1
 TREE = "tree.json"
 TENSORS = "tensors.safetensors"
 
-# What safetensors has a code for. Tensors of another dtype are written as bytes, with the dtype in the JSON.
-_CODES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+# What every version of safetensors keeps. Tensors of another dtype are written as bytes, with the dtype in the JSON.
+_KEPT = frozenset(
+    {
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
+    }
+)  # fmt: skip
+# Containers, with the tag that their (key, value) pairs get in the JSON.
+_CONTAINERS: dict[type, str] = {
+    dict: "items", OrderedDict: "ordered", Counter: "counter", defaultdict: "defaultdict",
+    list: "", tuple: "", set: "", frozenset: "",
 }  # fmt: skip
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _FACTORIES: dict[str, Callable[[], object] | None] = {
     "None": None, "dict": dict, "list": list, "int": int, "float": float, "str": str, "set": set, "tuple": tuple,
 }  # fmt: skip
 _DEEPEST = 100
+_TEXT = "#tree"  # the JSON's name beside the tensors on the wire; no path begins like this
 
 
 def save_tree(folder: Path, tree: object) -> None:
@@ -49,41 +56,31 @@ def save_tree(folder: Path, tree: object) -> None:
     """
     encoder = _Encoder()
     text = encoder.document(tree)
-    with (folder / TENSORS).open("wb") as file:
-        write_tensors(file, encoder.tensors)
+    _save_file(encoder.tensors, folder / TENSORS)
     (folder / TREE).write_bytes(text)
 
 
 def load_tree(folder: Path) -> Any:
     """The tree that `save_tree` wrote into `folder`. CheckpointError if it is damaged or not all there."""
-    try:
-        text = (folder / TREE).read_bytes()
-        with (folder / TENSORS).open("rb") as file:
-            return _Decoder(file, 0).document(text)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{error.filename} is missing", do="use an older checkpoint") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error.message}", do="use an older checkpoint") from error
+    for name in (TREE, TENSORS):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing", do="use an older checkpoint")
+    with _damage_named(str(folder)):
+        return _Decoder(load_file(folder / TENSORS)).document((folder / TREE).read_bytes())
 
 
 def encode_tree(tree: object) -> bytes:
-    """`tree` (see `save_tree`) as bytes: the length of the JSON in 8 bytes, the JSON, the tensors."""
+    """`tree` (see `save_tree`) as bytes: those of a safetensors file that has the JSON as one more tensor."""
     encoder = _Encoder()
-    text = encoder.document(tree)
-    out = io.BytesIO()
-    out.write(len(text).to_bytes(8, "little") + text)
-    write_tensors(out, encoder.tensors)
-    return out.getvalue()
+    text = torch.frombuffer(bytearray(encoder.document(tree)), dtype=torch.uint8)
+    return save(_apart({_TEXT: text, **encoder.tensors}))
 
 
 def decode_tree(data: bytes) -> Any:
     """The tree that `encode_tree` turned into `data`. CheckpointError if it is not all there."""
-    file = io.BytesIO(data)
-    length = int.from_bytes(file.read(8), "little")
-    if len(data) < 8 + length:
-        raise CheckpointError("the tree is cut short")
-    text = file.read(length)
-    return _Decoder(file, 8 + length).document(text)
+    with _damage_named("the tree"):
+        tensors = load(data)
+        return _Decoder(tensors).document(tensors.pop(_TEXT).numpy().tobytes())
 
 
 def save_model(path: Path, models: Mapping[str, nn.Module]) -> list[str]:
@@ -93,61 +90,63 @@ def save_model(path: Path, models: Mapping[str, nn.Module]) -> list[str]:
     written under each of their names, so that load_state_dict(strict=True) takes the file. Returns the names of what
     is in a state_dict and is no tensor: that is left out. MachineError if the disk does not take the file.
     """
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, Tensor] = {}
     left_out = []
     for model_name, model in models.items():
         for key, value in model.state_dict().items():
             name = key.replace("_orig_mod.", "")  # torch.compile's
             name = name if len(models) == 1 else f"{model_name}.{name}"
-            if isinstance(value, Tensor) and value.dtype in _CODES:
-                tensors[name] = _stored(value)
+            if isinstance(value, Tensor) and value.dtype in _KEPT:
+                tensors[name] = _plain(value)
             else:
                 left_out.append(name)
-    with whole_file(path) as file:
-        write_tensors(file, tensors, {"format": "pt"})
+    with whole_path(path) as beside:
+        _save_file(tensors, beside, {"format": "pt"})
     return left_out
 
 
-def join_path(path: str, key: object) -> str:
-    """The path of what lies under `key` of the container at `path`: `scheduler.foo[2]`."""
-    if not isinstance(key, str):
-        return f"{path}[{key!r}]"
-    if re.fullmatch(r"[\w.-]+", key):
-        return f"{path}.{key}" if path else key
-    return f"{path}[{key!r}]"
+def _save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write `tensors` to the new file `path`. OSError if the disk does not take it."""
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(_apart(tensors), path, metadata)
+    except SafetensorError as error:
+        # The system's error is in its text alone: "I/O error: No space left on device (os error 28)".
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number) if found else str(error), str(path)) from error
+    path.chmod(mode)  # safetensors makes files that only their owner may read
 
 
-def encode_leaf(value: object, path: str) -> object:
-    """A value that is neither a container nor has a tensor's bytes, as JSON. UsageError if it is of no type known."""
-    kind = type(value)
-    if value is None or kind is bool:
-        return value
-    if isinstance(value, str) and kind is str:
-        return value if _is_text(value) else {"str": value.encode("utf-32-le", "surrogatepass").hex()}
-    if isinstance(value, int) and kind is int:
-        return value if abs(value) < 1 << 53 else {"int": hex(value)}  # JSON's numbers are float64 for many readers
-    if isinstance(value, float) and kind is float:
-        return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
-    if isinstance(value, complex) and kind is complex:
-        return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
-    if isinstance(value, (bytes, bytearray)) and kind in (bytes, bytearray):
-        return {kind.__name__: base64.b64encode(value).decode()}
-    if isinstance(value, torch.Size):
-        return {"size": list(value)}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
-    if isinstance(value, np.generic) and _is_plain(value.dtype):
-        return {"scalar": [value.dtype.str, value.tobytes().hex()]}
-    raise _refused(value, path)
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors`, each in memory of its own: safetensors refuses those that share it."""
+    apart: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return apart
+
+
+@contextmanager
+def _damage_named(what: str) -> Iterator[None]:
+    """Whatever goes wrong with what was read, other than the reading, is damage: it was written by `_Encoder`."""
+    try:
+        yield
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        reason = error.message if isinstance(error, CheckpointError) else f"damaged: {type(error).__name__}: {error}"
+        raise CheckpointError(f"{what} is {reason}", do="use an older checkpoint") from error
 
 
 class _Encoder:
     """Turns one tree into JSON, and collects its tensors by name."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple[object, ...], str] = {}  # of what lies where in memory
         self._above: list[int] = []  # the containers around what is being encoded
 
@@ -176,7 +175,7 @@ class _Encoder:
     def _container(self, value: object, path: str) -> object:
         kind = type(value)
         if isinstance(value, dict):
-            if kind is dict and all(type(key) is str and _is_text(key) for key in value):
+            if kind is dict and all(type(key) is str and is_text(key) for key in value):
                 return {"dict": {key: self._value(item, join_path(path, key)) for key, item in value.items()}}
             items = [self._item(key, item, path) for key, item in value.items()]
             if isinstance(value, defaultdict):
@@ -199,59 +198,54 @@ class _Encoder:
         for name, factory in _FACTORIES.items():
             if value.default_factory is factory:
                 return name
-        raise _refused(value.default_factory, f"{path}.default_factory")
+        raise refused(value.default_factory, f"{path}.default_factory")
 
     def _tensor(self, tensor: Tensor, path: str) -> object:
         check_tensor(tensor, path)
         tag: dict[str, object] = {}
-        if tensor.dtype not in _CODES:
+        if tensor.dtype not in _KEPT:
             tag.update(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
         if not tensor.is_contiguous() and _is_dense(tensor):
             tag["stride"] = list(tensor.stride())
-        memory = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(),
-                  tensor.is_neg(), tensor.shape, tensor.stride())  # fmt: skip
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor.shape, tensor.stride())
         if memory not in self._names or tensor.numel() == 0:
-            self._names[memory] = self._add(path or "tensor", _stored(tensor))
+            plain = _plain(tensor)
+            kept = plain if plain.dtype in _KEPT else plain.reshape(-1).view(torch.uint8)
+            self._names[memory] = self._add(path or "tensor", kept)
         return {"tensor": self._names[memory], **tag}
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> object:
-        if not _is_plain(array.dtype):
+        if not is_plain(array.dtype):
             raise UsageError(
                 f"the state at {path or 'the top'} holds a numpy array of {array.dtype}, which cannot be kept",
                 do="hold an array of numbers, or a list of str",
             )
         order: Literal["F", "C"] = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
-        data = np.frombuffer(array.tobytes(order), np.uint8)
-        name = self._add(path or "array", Stored("U8", data.shape, data.data))
+        data = torch.from_numpy(np.frombuffer(bytearray(array.tobytes(order)), np.uint8))
+        name = self._add(path or "array", data)
         return {"array": name, "dtype": array.dtype.str, "shape": list(array.shape), "order": order}
 
-    def _add(self, name: str, stored: Stored) -> str:
+    def _add(self, name: str, tensor: Tensor) -> str:
         free, n = name, 1
         while free in self.tensors or free == "__metadata__":
             n += 1
             free = f"{name}#{n}"
-        self.tensors[free] = stored
+        self.tensors[free] = tensor
         return free
 
 
 class _Decoder:
-    """Turns JSON, and the tensors in `file` from `base` on, into the tree."""
+    """Turns JSON, and the tensors that were stored with it, into the tree. The tensors are used up."""
 
-    def __init__(self, file: BinaryIO, base: int) -> None:
-        self._file = file
-        self._base = base
-        self._places: dict[str, Place] = {}
+    def __init__(self, stored: dict[str, Tensor]) -> None:
+        self._stored = stored
         self._tensors: dict[str, Tensor] = {}
 
     def document(self, text: bytes) -> Any:
-        try:
-            content = json.loads(text)
-            if content["v"] != SCHEMA:
-                raise CheckpointError(f"{TREE} has schema {content['v']}; this evenstep reads {SCHEMA}")
-            self._places = read_places(self._file)
-            return self._value(content["tree"])
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, StopIteration) as error:
-            raise CheckpointError(f"{TREE} is damaged: {type(error).__name__}: {error}") from error
+        content = json.loads(text)
+        if content["v"] != SCHEMA:
+            raise CheckpointError(f"of schema {content['v']}; this evenstep reads {SCHEMA}")
+        return self._value(content["tree"])
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -284,66 +278,28 @@ class _Decoder:
                 return self._tensor(content, value)
             case "array":
                 return self._array(content, value)
-        return _decode_leaf(tag, content)
+        return decode_leaf(tag, content)
 
     def _items(self, items: list[list[Any]]) -> list[tuple[Any, Any]]:
         return [(self._value(key), self._value(item)) for key, item in items]
 
     def _tensor(self, name: str, tag: dict[str, Any]) -> Tensor:
         if name not in self._tensors:
-            place = self._places[name]
-            dtype = getattr(torch, tag["dtype"]) if "dtype" in tag else _DTYPES[place.dtype]
-            tensor = torch.empty(tag.get("shape", place.shape), dtype=dtype)
-            self._read(place, _bytes(tensor))
+            tensor = self._take(name)
+            if "dtype" in tag:
+                tensor = tensor.view(getattr(torch, tag["dtype"])).reshape(tag["shape"])
             if "stride" in tag:
-                tensor = torch.empty_strided(tensor.shape, tag["stride"], dtype=dtype).copy_(tensor)
+                tensor = torch.empty_strided(tensor.shape, tag["stride"], dtype=tensor.dtype).copy_(tensor)
             self._tensors[name] = tensor
         return self._tensors[name]
 
     def _array(self, name: str, tag: dict[str, Any]) -> np.ndarray[Any, Any]:
-        data: np.ndarray[Any, Any] = np.empty(self._places[name].size, np.uint8)
-        self._read(self._places[name], data.data)
-        array: np.ndarray[Any, Any] = data.view(tag["dtype"]).reshape(tag["shape"], order=tag["order"])
-        return array
+        data: np.ndarray[Any, Any] = self._take(name).numpy().view(tag["dtype"])
+        return data.reshape(tag["shape"], order=tag["order"])
 
-    def _read(self, place: Place, into: memoryview) -> None:
-        if into.nbytes != place.size:
-            raise ValueError(f"{place.size} bytes where {into.nbytes} are expected")
-        self._file.seek(self._base + place.start)
-        if self._file.readinto(into) != into.nbytes:  # type: ignore[attr-defined]
-            raise CheckpointError(f"{TENSORS} is cut short")
-
-
-# Containers, with the tag that their (key, value) pairs get in the JSON.
-_CONTAINERS: dict[type, str] = {
-    dict: "items", OrderedDict: "ordered", Counter: "counter", defaultdict: "defaultdict",
-    list: "", tuple: "", set: "", frozenset: "",
-}  # fmt: skip
-
-
-def _decode_leaf(tag: str, content: Any) -> object:
-    match tag:
-        case "int":
-            return int(content, 16)
-        case "float":
-            return struct.unpack(">d", bytes.fromhex(content))[0]
-        case "complex":
-            return complex(*struct.unpack(">dd", bytes.fromhex(content)))
-        case "str":
-            return bytes.fromhex(content).decode("utf-32-le", "surrogatepass")
-        case "bytes":
-            return base64.b64decode(content)
-        case "bytearray":
-            return bytearray(base64.b64decode(content))
-        case "size":
-            return torch.Size(content)
-        case "dtype":
-            return getattr(torch, content)
-        case "device":
-            return torch.device(content)
-        case "scalar":
-            return np.frombuffer(bytes.fromhex(content[1]), content[0])[0]
-    raise ValueError(f"unknown tag {tag!r}")
+    def _take(self, name: str) -> Tensor:
+        # A copy: what was loaded is a view of the file, which would keep its space on the disk when it is removed.
+        return self._stored.pop(name).clone()
 
 
 def check_tensor(tensor: Tensor, path: str) -> None:
@@ -364,18 +320,9 @@ def check_tensor(tensor: Tensor, path: str) -> None:
         )
 
 
-def _stored(tensor: Tensor) -> Stored:
-    data = _bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
-    code = _CODES.get(tensor.dtype)
-    return Stored("U8", (data.nbytes,), data) if code is None else Stored(code, tuple(tensor.shape), data)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, as flat bytes."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    array: np.ndarray[Any, Any] = tensor.reshape(-1).view(torch.uint8).numpy()
-    return array.data
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor's values on the CPU, contiguous: itself where it is that already."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -387,25 +334,3 @@ def _is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def _is_text(value: str) -> bool:
-    """Whether JSON keeps `value`: half a surrogate pair, as file names may hold, can come back as something else."""
-    try:
-        return value.isascii() or bool(value.encode())
-    except UnicodeEncodeError:
-        return False
-
-
-def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """Whether the dtype's name is all there is to know about it."""
-    return dtype.names is None and not dtype.hasobject and dtype.itemsize > 0 and np.dtype(dtype.str) == dtype
-
-
-def _refused(value: object, path: str) -> UsageError:
-    kind = type(value)
-    return UsageError(
-        f"the state at {path or 'the top'} holds a {kind.__module__}.{kind.__qualname__}, which cannot be kept "
-        "without running code to load it",
-        do="have state_dict return numbers, str, bytes, tensors and arrays in dicts, lists and tuples",
-    )
