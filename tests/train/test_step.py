@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from evenstep.errors import PeerFailed
 from tests.ranks import run_ranks
-from tests.train.scripts import Transformer, fingerprints, training_run
+from tests.train.scripts import Sentences, Transformer, fingerprints, next_token, padded, training_run
 
 
 def numbers(length: int = 45, dtype: torch.dtype = torch.float32) -> TensorDataset:
@@ -234,6 +235,14 @@ def test_the_model_stays_the_bare_module(tmp_path: Path) -> None:
         model = run.prepare(bare)
         assert model is bare
         assert list(model.state_dict()) == list(Transformer().state_dict())
+        copied = copy.deepcopy(model)
+        torch.save(model, tmp_path / "whole.pt")
+        loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
+        for step in run.steps(Sentences(), steps=1, collate=padded):
+            step.backward(next_token)
+        tokens = torch.arange(6).reshape(1, 6)
+        for other in (copied, loaded):
+            assert torch.equal(other.eval()(tokens), model.eval()(tokens))
 
 
 def test_bfloat16_autocast_inside_the_loss(tmp_path: Path) -> None:

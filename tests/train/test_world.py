@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import evenstep
+from evenstep.environment import World
 from evenstep.errors import MachineError, UsageError
 from evenstep.train import world
 from tests.ranks import run_ranks
@@ -97,4 +98,4 @@ def test_no_rank_0_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(world, "_MEET_SECONDS", 0.05)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(MachineError, match="found no rank 0"):
-        world._meet(world.World(1, 2, 1, 2, "mpi", None, None, "nobody"))
+        world._meet(World(1, 2, 1, 2, "mpi", None, None, "nobody"))

@@ -11,7 +11,6 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -97,18 +96,14 @@ class Randomness:
         handles = []
         for block_name, block in blocks(model):
             place = f"{name}.{block_name}"
-            handles.append(block.register_forward_pre_hook(self._hook(f"{place} in")))
-            handles.append(block.register_forward_hook(self._hook(f"{place} out")))
+            handles.append(block.register_forward_pre_hook(_Border(self, f"{place} in")))
+            handles.append(block.register_forward_hook(_Border(self, f"{place} out")))
         return handles
 
-    def _hook(self, place: str) -> Any:
-        def at_border(*_: object) -> None:
-            if self._active:
-                self._cross(place)
-
-        return at_border
-
-    def _cross(self, place: str) -> None:
+    def cross(self, place: str) -> None:
+        """A call of a block begins or ends at `place`."""
+        if not self._active:
+            return
         known = torch.default_generator.initial_seed(), place
         seed = self._known.get(known)
         if seed is None:
@@ -116,6 +111,20 @@ class Randomness:
             self._calls[place] = nth + 1
             seed = self._known[known] = key(self._work, place, nth)
         seed_generators(seed)
+
+
+class _Border:
+    """The hook at one side of a block. A copy of the model, or one from a file, has hooks that do nothing."""
+
+    def __init__(self, randomness: Randomness | None = None, place: str = "") -> None:
+        self._randomness, self._place = randomness, place
+
+    def __call__(self, *_: object) -> None:
+        if self._randomness is not None:
+            self._randomness.cross(self._place)
+
+    def __reduce__(self) -> tuple[type[_Border], tuple[()]]:
+        return _Border, ()
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
