@@ -398,6 +398,19 @@ def test_losses_that_draw_random_numbers_are_additive_in_the_mean(tmp_path: Path
             break
 
 
+def test_a_loss_that_needs_gradients_or_training_mode_is_fine(tmp_path: Path) -> None:
+    def penalised(model: nn.Module, batch: Any) -> Any:
+        x = batch[0].clone().requires_grad_()
+        assert model.training
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().sum() + model(x).square().sum(), len(x)
+
+    with begin(tmp_path) as run:
+        run.prepare(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)))
+        for step in run.steps(DATA, steps=1):
+            step.backward(penalised)
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [

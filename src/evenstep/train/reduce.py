@@ -37,9 +37,11 @@ class Lane:
     def submit(self, work: Callable[[], None]) -> None:
         self._queue.put(work)
 
-    def close(self) -> None:
+    def close(self, wait: bool) -> None:
+        """Ends the thread after what it was given. It may never get there when another process is gone: do not wait."""
         self._queue.put(None)
-        self._thread.join()
+        if wait:
+            self._thread.join()
 
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -139,12 +141,13 @@ class Reducer:
             have = self._scratch[key] = torch.zeros(length, dtype=like.dtype, device=like.params[0].device)
         return have[:length]
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
+        """Removes what hangs on the parameters and ends the communication thread."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         if self.lane is not None:
-            self.lane.close()
+            self.lane.close(wait)
             self.lane = None
 
     def _ready(self, p: Tensor) -> None:

@@ -485,7 +485,7 @@ class Run:
         finally:
             if self._progress is not None:
                 self._progress.close()
-            self._reducer.close()
+            self._reducer.close(wait=not failed)
             if self._metrics is not None:
                 self._metrics.close()
             self._events.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +145,10 @@ class Step:
         self._read.clear()
 
 
+class _OnlyInTraining(Exception):
+    """A loss that needs training mode or gradients is not looked at; what is wrong with it there too, the step shows."""
+
+
 class _Backward:
     """One call of step.backward."""
 
@@ -215,10 +220,13 @@ class _Backward:
 
         def evaluate(part: Any, draw: int) -> tuple[float, float | None]:
             step._randomness.begin("additive", step.number, draw)
-            found = leaf(self.loss_fn(*self.models, part), 0)
+            try:
+                found = leaf(self.loss_fn(*self.models, part), 0)
+            except Exception as error:
+                raise _OnlyInTraining from error
             return found.value, found.weight
 
-        with evaluating(self.models):
+        with evaluating(self.models), suppress(_OnlyInTraining):
             check_additive(evaluate, batch, halves)
 
     # ---- what processes tell each other
