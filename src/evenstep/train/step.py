@@ -146,7 +146,7 @@ class Step:
 
 
 class _OnlyInTraining(Exception):
-    """A loss that needs training mode or gradients is not looked at; what is wrong with it there too, the step shows."""
+    """A loss that needs training mode or gradients is not looked at: what is wrong there too, the step shows."""
 
 
 class _Backward:
