@@ -25,8 +25,8 @@ from bench.workloads import workload
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("workload", choices=["transformer", "mlp"])
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=3, help="steps in a turn")
+    parser.add_argument("--turns", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=2, help="steps in a turn")
     options = parser.parse_args()
     work = workload(options.workload)
     run = start(work, int(os.environ["WORLD_SIZE"]))

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+LENGTH = 128  # tokens of a sample of the transformer
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -29,7 +31,7 @@ class Rows(Dataset[Batch]):
 class Transformer(nn.Module):
     """A causal language model over 256 tokens; 3.3 million parameters."""
 
-    def __init__(self, width: int = 256, depth: int = 4, length: int = 64) -> None:
+    def __init__(self, width: int = 256, depth: int = 4, length: int = LENGTH) -> None:
         super().__init__()
         self.token = nn.Embedding(256, width)
         self.position = nn.Parameter(torch.randn(length, width) * 0.02)
@@ -39,7 +41,8 @@ class Transformer(nn.Module):
         ]
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(width, 256)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
+        # No buffer: DDP would broadcast it in every step, which is not what is to be compared.
+        self.mask = nn.Transformer.generate_square_subsequent_mask(length)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position
@@ -71,13 +74,13 @@ def workload(name: str) -> Workload:
     """`transformer` or `mlp`."""
     generator = torch.Generator().manual_seed(0)
     if name == "transformer":
-        tokens = torch.randint(0, 256, (1024, 65), generator=generator)
+        tokens = torch.randint(0, 256, (1024, LENGTH + 1), generator=generator)
 
         def per_token(model: nn.Module, batch: Batch) -> Tensor:
             inputs, targets = batch
             return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
 
-        return Workload(Transformer, Rows(tokens[:, :-1], tokens[:, 1:]), 4, per_token, 64)
+        return Workload(Transformer, Rows(tokens[:, :-1], tokens[:, 1:]), 4, per_token, LENGTH)
 
     inputs = torch.randn(1024, 2048, generator=generator)
     targets = torch.randint(0, 16, (1024,), generator=generator)

@@ -130,10 +130,10 @@ def train_and_kill(paths: RunPaths, epochs: int, console: Console, bar: Callable
     if not gone_on:
         raise Failed("the killed run began anew: it did not go on from a checkpoint")
     console.print(
-        f"kill -9 of a training process after step {killed_at}; gone on from step {gone_on[-1]} on 3 processes",
+        f"kill -9 of a process after step {killed_at}; gone on from step {gone_on[-1]} on 3 processes",
         highlight=False,
     )
-    return row_of(paths, f"2 processes, kill -9 after step {killed_at}, then 3")
+    return row_of(paths, "2 processes, killed, then 3")
 
 
 def train_by_hand(folder: Path, ranks: int, epochs: int, bar: Callable[[int, int], None]) -> Row:

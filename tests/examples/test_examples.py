@@ -57,5 +57,5 @@ def test_digits_is_right_on_97_percent_of_what_it_has_not_seen(tmp_path: Path) -
 def test_the_demo_ends_well_and_shows_equal_fingerprints(tmp_path: Path) -> None:
     printed = run(str(ROOT / "demo" / "demo.py"), "--epochs", "2", cwd=tmp_path)
     assert "4 layouts, one fingerprint" in printed
-    assert "kill -9 of a training process" in printed
+    assert "kill -9 of a process" in printed
     assert "3 layouts, 3 fingerprints" in printed
