@@ -10,6 +10,7 @@ import random
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,7 +198,7 @@ class Stuck(Drawing):
         return index
 
 
-def test_closing_does_not_wait_for_a_sample_that_never_comes() -> None:
+def test_closing_does_not_wait_for_ever_for_a_sample_that_never_comes() -> None:
     reader = Reader(Stuck(9), Natural(9), shares(Schedule(9, 1, 1, epochs=1), 1, 0), seed=0, loaders=1, prefetch=4)
     next(reader)
     reader.close()
@@ -294,12 +295,152 @@ def test_a_loader_process_that_is_killed_is_named() -> None:
     with (
         Reader(Fatal(9), Natural(9), shares(Schedule(9, 1, 1, epochs=1), 1, 0), seed=0, rank=1, loaders=2) as reader,
         pytest.raises(
-            DataError,
-            match=r"loader process 1 \(pid \d+\) was ended by SIGKILL on rank 1, while it read sample 5 \(position 5 of epoch 0\)",
+            DataError, match=r"loader process 1 \(pid \d+\) was ended by SIGKILL on rank 1, while it read sample 5"
         ),
     ):
         list(reader)
     assert multiprocessing.active_children() == []
+
+
+def a_first_sample_that_ends_its_process(exitcode: int, started: Path | None = None) -> Any:
+    class Leaving(Drawing):
+        def __getitem__(self, index: int) -> Any:
+            if started is not None and index == 2:
+                with started.open("rb") as fifo:  # until the test opens it, too
+                    fifo.read()
+            if index == 2:
+                os._exit(exitcode)
+            return index
+
+    return Leaving(9)
+
+
+@pytest.mark.parametrize("exitcode", [0, 3])
+def test_a_loader_process_that_exits_is_named_at_once(exitcode: int) -> None:
+    start = time.monotonic()
+    with (
+        Reader(
+            a_first_sample_that_ends_its_process(exitcode),
+            Natural(9),
+            shares(Schedule(9, 3, 3, epochs=1), 1, 0),
+            seed=0,
+            loaders=1,
+        ) as reader,
+        pytest.raises(
+            DataError,
+            match=rf"loader process 0 \(pid \d+\) ended with exit code {exitcode} .* sample 2 \(position 2 of epoch",
+        ),
+    ):
+        list(reader)
+    assert time.monotonic() - start < 3
+
+
+def end_of(pid: int | None) -> None:
+    """Waits until a child process is dead, and leaves it to others to reap it."""
+    assert pid is not None
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize("exitcode", [0, 3])
+def test_a_death_during_a_step_is_raised_where_the_next_batch_is_asked_for(exitcode: int, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    data = a_first_sample_that_ends_its_process(exitcode, fifo)
+    with Reader(data, Natural(9), shares(Schedule(9, 1, 1, epochs=1), 1, 0), seed=0, loaders=1) as reader:
+        next(reader)
+        (process,) = multiprocessing.active_children()
+        fifo.open("wb").close()
+        end_of(process.pid)
+        assert [i for i in range(1000) if i % 500 == 0] == [0, 500]  # the rest of the step goes on undisturbed
+        with pytest.raises(DataError, match=rf"exit code {exitcode} on rank 0, while it read sample 2"):
+            list(reader)
+    assert multiprocessing.active_children() == []
+
+
+class Late:
+    """An order whose second epoch is asked for while the loader processes are being started; the first is dead then."""
+
+    length = 2
+
+    def indices(self, epoch: int, start: int, stop: int) -> Any:
+        if epoch == 1:
+            end_of(multiprocessing.active_children()[0].pid)
+        return np.arange(start, stop) + 2
+
+
+def test_a_death_right_after_the_start_is_named() -> None:
+    with (
+        Reader(
+            a_first_sample_that_ends_its_process(3),
+            Late(),
+            [MicroBatch(0, 0, 0, 0, 1), MicroBatch(1, 1, 0, 0, 1)],
+            seed=0,
+            loaders=1,
+        ) as reader,
+        pytest.raises(DataError, match=r"pid \d+.* exit.* code 3"),
+    ):
+        list(reader)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_death_in_a_data_loader_of_the_users_stays_torchs_error() -> None:
+    mine = Reader(Drawing(9), Natural(9), shares(Schedule(9, 1, 1, epochs=1), 1, 0), seed=0, loaders=1)
+    next(mine)
+    theirs = iter(
+        DataLoader(
+            a_first_sample_that_ends_its_process(3), collate_fn=list, num_workers=1, multiprocessing_context="fork"
+        )
+    )
+    try:
+        with mine, pytest.raises(RuntimeError, match="DataLoader worker"):
+            list(theirs)
+    finally:
+        theirs._shutdown_workers()  # type: ignore[attr-defined]
+
+
+class Pinned:
+    """A batch that notes which thread pinned it."""
+
+    by = ""
+
+    def pin_memory(self) -> Pinned:
+        self.by = threading.current_thread().name
+        return self
+
+
+@pytest.mark.parametrize("data", [Drawing(9), Fatal(9)])
+def test_batches_are_pinned_by_a_thread_which_keeps_nobody_when_a_process_dies(
+    data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr("torch.utils.data._utils.pin_memory.MP_STATUS_CHECK_INTERVAL", 0.1)
+    micro_batches = shares(Schedule(9, 1, 1, epochs=1), 1, 0)
+    with Reader(
+        data, Natural(9), micro_batches, seed=0, loaders=2, pin=True, collate=lambda samples: Pinned()
+    ) as reader:
+        assert next(reader)[1].by.startswith("Thread-")
+        if isinstance(data, Fatal):
+            with pytest.raises(DataError, match="SIGKILL"):
+                list(reader)
+        else:
+            assert len(list(reader)) == 8
+    assert multiprocessing.active_children() == []
+
+
+class Telling(Drawing):
+    def __getitem__(self, index: int) -> Any:
+        about = get_worker_info()
+        assert about is not None
+        assert about.dataset is self
+        assert (about.id in (0, 1), about.num_workers, torch.get_num_threads()) == (True, 2, 1)
+        return index
+
+
+def test_a_data_set_in_a_loader_process_knows_where_it_is() -> None:
+    assert len(read(Telling(6), Schedule(6, 2, 2, epochs=1), loaders=2)) == 3
 
 
 def test_a_batch_that_cannot_be_sent_is_refused() -> None:
@@ -361,6 +502,26 @@ def test_loader_processes_die_with_a_training_process_that_is_killed() -> None:
     os.close(send)
     with os.fdopen(receive, "rb") as pipe:
         assert pipe.read() == b""  # its end: nobody holds the other one any more
+
+
+def test_peers_notice_at_once_when_a_training_process_with_loader_processes_is_killed(tmp_path: Path) -> None:
+    def train() -> None:
+        dist.init_process_group("gloo")
+        reader = Reader(Apart(99), Natural(99), shares(Schedule(99, 1, 1, epochs=9), 1, 0), seed=0, loaders=2)
+        next(reader), next(reader)
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+        (tmp_path / "noticed").write_text(str(time.monotonic() - start))
+        reader.close()
+        os._exit(0)
+
+    with pytest.raises(AssertionError):
+        run_ranks(train, 2)
+    assert float((tmp_path / "noticed").read_text()) < 2
 
 
 class Stream(IterableDataset[int]):

@@ -1,0 +1,254 @@
+"""Loader processes: torch's DataLoader, and what it leaves open when one of them dies, or when we do.
+
+torch raises from a SIGCHLD handler when a loader process is killed: a RuntimeError with a process id, wherever the
+main thread stands, be it in the middle of an optimizer step; it is silent for 5 s if the process ends with exit code 0.
+Here a death is raised where data is asked for, with the sample that was being read. And loader processes hold copies of
+our sockets, so if this process is killed they die with it: else its peers would not notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from evenstep.train.batch import pinned
+from evenstep.train.randomness import key
+from evenstep.train.samples import Failure, Samples, Task
+
+_LINUX = sys.platform == "linux"
+_PR_SET_PDEATHSIG = 1
+_DYING = 1.0  # seconds
+_open: set[Loading] = set()  # whose loader processes are looked at when a child process ends
+_handling = False  # whether our handler of SIGCHLD is in place
+
+
+class LoaderGone(Exception):
+    """A loader process has ended. `how` names it, and says how it ended; `doing` says what it was at."""
+
+    def __init__(self, how: str, doing: str) -> None:
+        super().__init__(f"{how} {doing}")
+        self.how, self.doing = how, doing
+
+
+class Loading:
+    """An iterator of (task, number of the loader process, what `samples` read for it), in the order of `tasks`.
+
+    Each of the `count` processes reads `prefetch` tasks ahead. LoaderGone if one has ended.
+    """
+
+    def __init__(
+        self, samples: Samples, tasks: Iterable[Task], *, count: int, prefetch: int, pin: bool, seed: int
+    ) -> None:
+        self._asked: deque[tuple[int, Task]] = deque()
+        self._places = torch.full((count, 2), -1, dtype=torch.int64).share_memory_()
+        self._in_main = False  # whether the main thread is waiting for them
+        reading = _Reading(samples)
+        dies_with_us = _LINUX and threading.current_thread() is threading.main_thread()  # it is the thread that counts
+        with warnings.catch_warnings():
+            # Whether more loader processes than processors pay is for the user to find out; disks differ.
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            # Python warns of a fork beside threads; these processes use neither gloo's threads nor OpenMP's.
+            warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+            loader = DataLoader(
+                reading,
+                batch_size=None,
+                sampler=_noted(tasks, self._asked),
+                num_workers=count,
+                prefetch_factor=prefetch,
+                pin_memory=pin,
+                collate_fn=_as_it_is,  # else arrays would become tensors
+                worker_init_fn=functools.partial(_begin, reading, self._places, os.getpid(), dies_with_us),
+                generator=torch.Generator().manual_seed(key(seed, "loaders")),  # the user's is not to be drawn from
+                multiprocessing_context="fork" if _LINUX else None,
+            )
+            try:
+                self._iterator = cast(Any, iter(loader))
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                error.__traceback__ = None  # it keeps the other loader processes
+                raise LoaderGone(str(error).strip(), "right after its start") from None
+        self._processes: list[Any] = self._iterator._workers
+        _open.add(self)
+        _handle_deaths()
+
+    def __next__(self) -> tuple[Task, int, Any]:
+        if not self._asked:
+            raise StopIteration
+        try:
+            self._in_main = threading.current_thread() is threading.main_thread()
+            self.raise_if_gone()  # before now
+            parcel = next(self._iterator)
+        except Exception:
+            self._in_main = False
+            self.raise_if_gone()  # torch has errors of its own for it
+            raise
+        finally:
+            self._in_main = False
+        if isinstance(parcel.result, _Lost):
+            self._wait_for_dying()
+            self.raise_if_gone()
+            raise parcel.result.error
+        _, task = self._asked.popleft()
+        return task, parcel.loader, parcel.result
+
+    def _wait_for_dying(self) -> None:
+        """A process that dies closes its sockets a moment before it is dead."""
+        dying = wait([process.sentinel for process in self._processes], _DYING)
+        for process in self._processes:
+            if process.sentinel in dying:
+                process.join()
+
+    def has_gone(self) -> bool:
+        """Whether a loader process has ended."""
+        return any(process.exitcode is not None for process in self._processes)
+
+    def raise_if_gone(self) -> None:
+        """LoaderGone for the first loader process that has ended."""
+        for number, process in enumerate(self._processes):
+            if process.exitcode is not None:
+                how = f"loader process {number} (pid {process.pid}) {_how(process.exitcode)}"
+                raise LoaderGone(how, self._doing(number))
+
+    def raise_if_asked(self) -> None:
+        """LoaderGone, if the main thread is waiting for these loader processes."""
+        if self._in_main:
+            self.raise_if_gone()
+
+    def _doing(self, loader: int) -> str:
+        offset, at = self._places[loader].tolist()
+        for number, task in self._asked:
+            if number == at:
+                return f"while it read {task if offset < 0 else task.name(offset)}"
+        return "while it read nothing"
+
+    def close(self) -> None:
+        """End and join the loader processes. One that is still reading gets 5 s to end by itself."""
+        iterator, self._iterator = self._iterator, None
+        if self.has_gone() and hasattr(iterator, "_pin_memory_thread"):
+            # torch would write to the results' queue, whose lock the dead one may hold, and join the thread, which may
+            # wait for ever for the rest of a message. Most often it ends within 5 s, else with this process.
+            iterator._pin_memory_thread_done_event.set()
+            del iterator._pin_memory_thread
+        iterator._shutdown_workers()  # it does so when collected, but an exception's traceback may keep it
+        _open.discard(self)
+
+
+def _noted(tasks: Iterable[Task], asked: deque[tuple[int, Task]]) -> Iterator[tuple[int, Task]]:
+    for numbered in enumerate(tasks):
+        asked.append(numbered)
+        yield numbered
+
+
+def _as_it_is(parcel: Any) -> Any:
+    return parcel
+
+
+def _how(exitcode: int) -> str:
+    if exitcode < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-exitcode).name}"
+    return f"ended with exit code {exitcode}"
+
+
+def _handle_deaths() -> None:
+    """Put a SIGCHLD handler around torch's, once: it keeps to itself the errors that are about our loader processes.
+
+    Elsewhere than in the main thread Python allows no handlers, nor does torch have one; it looks every 5 s, then.
+    """
+    global _handling
+    if _handling or not _LINUX or threading.current_thread() is not threading.main_thread():
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+
+    def handle(number: int, frame: Any) -> None:
+        try:
+            if callable(before):
+                before(number, frame)
+        except RuntimeError:  # torch's; it may be about a DataLoader of the user's
+            if not any(loading.has_gone() for loading in tuple(_open)):
+                raise
+        for loading in tuple(_open):
+            loading.raise_if_asked()
+
+    signal.signal(signal.SIGCHLD, handle)
+    _handling = True
+
+
+class _Reading(Dataset[Any]):
+    """What the DataLoader takes for the data set: sample i is a whole task."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+        self.place: Any = [-1, -1]  # offset of the sample being read, number of the task; -1: none
+        self.loader = -1
+
+    def __getitem__(self, numbered: tuple[int, Task]) -> _Parcel:
+        number, task = numbered
+        self.place[1] = number
+        parcel = _Parcel(self.loader, self.samples(task))
+        self.place[1] = -1
+        return parcel
+
+
+class _Parcel:
+    """What a loader process hands over.
+
+    It is pickled here, not by the queue: that one would print an error, and leave the training process waiting.
+    """
+
+    def __init__(self, loader: int, result: Any) -> None:
+        self.loader, self.result = loader, result
+
+    def __reduce__(self) -> Any:
+        try:
+            pickled = bytes(ForkingPickler.dumps(self.result))
+        except Exception as error:
+            pickled = bytes(ForkingPickler.dumps(Failure("send", None, f"{type(error).__name__}: {error}", None)))
+        return _opened, (self.loader, pickled)
+
+    def pin_memory(self) -> _Parcel:
+        return self if isinstance(self.result, _Lost) else _Parcel(self.loader, pinned(self.result))
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """In place of a result that did not arrive: its shared memory is fetched from the loader process."""
+
+    error: Exception
+
+
+def _opened(loader: int, pickled: bytes) -> _Parcel:
+    try:
+        return _Parcel(loader, ForkingPickler.loads(pickled))
+    except (OSError, EOFError) as error:  # out of here, torch would look for other reasons before it is told
+        return _Parcel(loader, _Lost(error))
+
+
+def _begin(reading: _Reading, places: torch.Tensor, parent: int, dies_with_parent: bool, number: int) -> None:
+    """The beginning of a loader process."""
+    if dies_with_parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was killed before
+            os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the training process closes us
+    if _LINUX:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    reading.loader, reading.place = number, places[number].numpy()
+    reading.samples.at = reading.place
+    object.__setattr__(get_worker_info(), "dataset", reading.samples.data)  # as users know it
