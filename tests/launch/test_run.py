@@ -110,7 +110,7 @@ def test_random_states_differ_between_processes_and_starts(tmp_path: Path) -> No
     script = write_script(
         tmp_path,
         """
-        import os, random, numpy
+        import os, random, numpy.random
         print("draw", random.random(), numpy.random.rand())
         """,
     )

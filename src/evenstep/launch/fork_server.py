@@ -173,9 +173,9 @@ def _start_interpreter(job: Job, rank: int, job_descriptor: int, fail: int) -> N
 def _refresh(job: Job) -> None:
     """What a fork inherits, and an interpreter of its own would have anew: random states, buffering, threads."""
     random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "random"):
-        numpy.random.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.seed()
