@@ -135,7 +135,7 @@ class Loading:
         for number, task in self._asked:
             if number == at:
                 return f"while it read {task if offset < 0 else task.name(offset)}"
-        return "while it read nothing"
+        return "while it had nothing to read"
 
     def close(self) -> None:
         """End and join the loader processes. One that is still reading gets 5 s to end by itself."""
