@@ -219,8 +219,10 @@ def _slurm_step(environ: Mapping[str, str]) -> World | None:
     _below("SLURM_LOCALID", local_rank, "the tasks of this host", local_world_size)
     job_id = environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID"))
     step_id = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
-    restarts = environ.get("SLURM_RESTART_COUNT", "0")  # a requeued job counts its steps from 0 again
-    job = None if job_id is None or step_id is None else f"slurm-{job_id}.{step_id}.{restarts}"
+    # A requeued job counts its steps from 0 again, and another cluster its jobs from 1; srun's port tells them apart.
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
+    port = environ.get("SLURM_STEP_LAUNCHER_PORT", "0")
+    job = None if job_id is None or step_id is None else f"slurm-{job_id}.{step_id}.{restarts}.{port}"
     return World(rank, world_size, local_rank, local_world_size, "slurm", *_master(environ), job)
 
 

@@ -24,6 +24,7 @@ SBATCH_SCRIPT = {  # what sbatch -n 4 sets in its script, and salloc -n 4 in its
 }
 SRUN = SBATCH_SCRIPT | {
     "SLURM_STEP_ID": "0",
+    "SLURM_STEP_LAUNCHER_PORT": "34567",
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "3,1",
     "SLURM_PROCID": "2",
@@ -80,9 +81,9 @@ def test_torchrun_inside_a_slurm_step_is_torchrun() -> None:
 
 
 def test_srun() -> None:
-    assert read_world(SRUN) == World(2, 4, 2, 3, "slurm", None, None, "slurm-7.0.0")
+    assert read_world(SRUN) == World(2, 4, 2, 3, "slurm", None, None, "slurm-7.0.0.34567")
     last = read_world(SRUN | {"SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"})
-    assert (last.rank, last.local_rank, last.local_world_size, last.job) == (3, 0, 1, "slurm-7.0.0")
+    assert (last.rank, last.local_rank, last.local_world_size, last.job) == (3, 0, 1, "slurm-7.0.0.34567")
     assert read_world(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)"}).local_world_size == 3
     assert read_world(SRUN | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}).master_port == 9
 

@@ -23,7 +23,7 @@ _AFTER_CAUSE = 0.03
 _AFTER_CONSEQUENCE = 0.3
 _GRACE_AFTER_FAILURE = 0.4
 _GRACE_AFTER_SIGNAL = 3.0  # Ctrl-C and the like: the script may want to save something
-_WAY_OUT = 10.0  # for a script that has failed and has not ended yet (atexit functions, threads)
+_WAY_OUT = 10.0  # for a script that has failed and has not ended yet, while its peers wait for it
 
 Emit = Callable[..., None]
 
@@ -36,7 +36,7 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
     `emit(event, **fields)` reports each end.
     """
     live = dict(pids)
-    ended: set[int] = set()
+    leaving: set[int] = set()  # ranks that have failed and are on their way out: atexit functions, threads
     stopping = False
     next_signal = signal.SIGTERM
     deadline: float | None = None
@@ -54,14 +54,15 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
             if pid not in live:
                 continue  # an adopted orphan
             rank = live.pop(pid)
-            ended.add(rank)
             emit("exit", rank=rank, code=code, stopped=stopping, time=time.time())
             if code != 0 and not stopping:
                 patience = _AFTER_CONSEQUENCE if _looks_secondary(job, rank) else _AFTER_CAUSE
                 deadline = min(deadline or now + patience, now + patience)
 
-        if failed in readable and os.read(failed, 4096) and not stopping and deadline is None:
-            deadline = now + _WAY_OUT
+        if failed in readable:
+            leaving.update(int(word) for word in os.read(failed, 4096).split())
+            if not stopping and deadline is None and job.processes > 1:
+                deadline = now + _WAY_OUT
 
         if commands in readable:
             data = os.read(commands, 4096)
@@ -80,9 +81,10 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
                     _signal(live, command["stop"])
 
         if deadline is not None and now >= deadline and live:
-            _signal(live, next_signal)
+            ask = next_signal == signal.SIGTERM
+            _signal({pid: rank for pid, rank in live.items() if not (ask and rank in leaving)}, next_signal)
             stopping = True
-            deadline = now + (_GRACE_AFTER_FAILURE if next_signal == signal.SIGTERM else 0.1)
+            deadline = now + (_GRACE_AFTER_FAILURE if ask else 0.1)
             next_signal = signal.SIGKILL
 
     found = sweep(job.tag)
