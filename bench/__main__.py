@@ -1,4 +1,4 @@
-"""python -m bench: measures everything and prints one table with the targets. About five minutes on two quiet cores."""
+"""python -m bench: measures everything and prints one table with the targets. A few minutes on two quiet cores."""
 
 from __future__ import annotations
 
