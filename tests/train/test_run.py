@@ -259,13 +259,36 @@ def test_a_full_disk_is_said_and_training_goes_on(
     assert end(small(tmp_path / "run")) == end(small(tmp_path / "other"))
 
 
-def test_a_full_disk_at_the_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_full_disk_at_the_end_is_an_error(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(folder: Path, tree: object) -> None:
-        raise OSError(28, "No space left on device", str(folder))
+        if folder.name.startswith(".step-0000000012"):
+            raise OSError(28, "No space left on device", str(folder))
+        save_tree(folder, tree)
 
     monkeypatch.setattr("evenstep.train.checkpoint.save_tree", full)
-    with pytest.raises(MachineError, match="the last checkpoint could not be written"):
-        small(tmp_path / "run")
+    with pytest.raises(MachineError, match=r"the last checkpoint could not be written.*No space left on device"):
+        run_ranks(lambda: small(tmp_path / "run").close(), world_size)
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
+        "step-0000000008",
+        "step-0000000010",
+    ]
+    monkeypatch.undo()
+    assert end(small(tmp_path / "run")) == end(small(tmp_path / "other"))
+
+
+def test_a_finished_run_without_restore_is_not_trained_over(tmp_path: Path) -> None:
+    def work() -> None:
+        with begin(tmp_path) as run:
+            run.prepare(nn.Linear(2, 3))
+            for step in run.steps(DATA, epochs=1):
+                step.backward(loss_fn)
+
+    work()
+    before = (tmp_path / "run/model.safetensors").read_bytes()
+    with pytest.raises(UsageError, match=r"is finished, and the script does not call run\.restore"):
+        work()
+    assert (tmp_path / "run/model.safetensors").read_bytes() == before
 
 
 # ---- logs

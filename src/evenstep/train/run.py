@@ -70,8 +70,9 @@ class Run:
         self._epoch = 0
         self._open_step: tuple[StepPlan, Step] | None = None
         self._restored = self._looping = self._finished = self._closed = False
-        self._saved_at: int | None = None
-        self._fingerprint: str | None = None
+        self._checkpoint_at: int | None = None  # after which step the last checkpoint was tried or found
+        self._failure: str | None = None  # why it could not be written, on rank 0
+        self._fingerprint: tuple[int, str] | None = None  # the newest one, and after which step
         self._evaluations = 0
         atexit.register(self._at_exit)
 
@@ -155,8 +156,8 @@ class Run:
             self._say(line + "; using the one before it")
         if about is not None:
             self._cursor, self._done, self._epoch = int(about["cursor"]), int(about["step"]), int(about["epoch"])
-            self._saved_at = self._done
-            self._fingerprint = str(about["fingerprint"])
+            self._checkpoint_at = self._done
+            self._fingerprint = self._done, str(about["fingerprint"])
             self._events.emit("resume", step=self._done, cursor=self._cursor, damaged=damaged)
             self._say(
                 f"goes on after step {self._done} ({self._cursor} samples) from {self._checkpoints.folder(self._done)}"
@@ -276,6 +277,11 @@ class Run:
                     f"{self.directory} holds a checkpoint, and the script does not call run.restore",
                     do="run.restore(model=model, optimizer=optimizer, ...) before the loop, or a new --run DIR",
                 )
+            if self._read_finished() is not None:
+                raise UsageError(
+                    f"{self.directory} is finished, and the script does not call run.restore to have its model back",
+                    do=f"load {self._paths.model}, or train anew in another --run DIR",
+                )
             if self._options.checkpoint_every is not None:
                 raise UsageError(
                     "checkpoints were asked for, and the script does not call run.restore, which says what they hold",
@@ -320,11 +326,14 @@ class Run:
     def _first_step(self, schedule: Schedule) -> int:
         finished = self._read_finished()
         if finished is not None and (finished["left early"] or finished["steps"] >= len(schedule)):
-            self._say(f"is finished ({finished['step']} steps): nothing is trained again")
+            early = (
+                f", left early by the script; to go on, remove {self._paths.finished}" if finished["left early"] else ""
+            )
+            self._say(f"{self.directory} is finished ({finished['step']} steps{early}): nothing is trained again")
             return len(schedule)
-        if self._saved_at is None:
+        if self._checkpoint_at is None:
             return 0
-        about = self._checkpoints.about(self._saved_at)
+        about = self._checkpoints.about(self._checkpoint_at)
         for name, now in (("samples", schedule.samples), ("drop_last", schedule.drop_last)):
             if about[name] != now:
                 raise IdentityError(
@@ -344,7 +353,7 @@ class Run:
                 exact=self._options.exact,
             ),
         ]
-        cores = os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         used = self._ground.world.local_world_size * self._options.threads
         if self.device.type == "cpu" and used < cores:
             lines.append(
@@ -366,41 +375,44 @@ class Run:
         self._open_step = None
         self._done, self._cursor = plan.number + 1, plan.cursor_after
         loss = step.result.loss if step.result else None
-        fingerprint = self._saved.fingerprint(self._where()) if self._options.fingerprints else None
-        said = {} if fingerprint is None else {"fingerprint": fingerprint}
+        said = {"fingerprint": self._fingerprint_now()} if self._options.fingerprints else {}
         self._events.emit("step", step=self._done, epoch=plan.epoch, cursor=self._cursor, loss=loss, **said)
         if self._progress is not None:
             self._progress.update(self._done, plan.epoch, loss, plan.samples)
         every = self._options.checkpoint_every
         if self._restored and (self._done % every == 0 if every else plan.ends_epoch):
-            self._checkpoint(fingerprint)
+            self._checkpoint()
 
     # ---- checkpoints and the end
 
-    def _checkpoint(self, fingerprint: str | None = None) -> str | None:
-        """Returns why it could not be written, on rank 0."""
+    def _checkpoint(self) -> None:
         assert self._steps is not None
         schedule = self._steps.schedule
-        self._fingerprint = fingerprint or self._saved.fingerprint(self._where())
+        fingerprint = self._fingerprint_now()
         about = {
             "step": self._done,
             "cursor": self._cursor,
             "epoch": self._epoch,
             "samples": schedule.samples,
             "drop_last": schedule.drop_last,
-            "fingerprint": self._fingerprint,
+            "fingerprint": fingerprint,
         }
         began = time.monotonic()
-        failed = self._saved.save(self._done, about, self._options.keep)
+        self._failure = self._saved.save(self._done, about, self._options.keep)
         seconds = round(time.monotonic() - began, 4)
-        if failed is None:
-            self._saved_at = self._done
-            self._events.emit("checkpoint", step=self._done, fingerprint=self._fingerprint, seconds=seconds)
+        older = "the checkpoint before it is untouched" if self._checkpoint_at is not None else "there is no older one"
+        self._checkpoint_at = self._done
+        if self._failure is None:
+            self._events.emit("checkpoint", step=self._done, fingerprint=fingerprint, seconds=seconds)
         else:
-            self._events.emit("checkpoint failed", step=self._done, reason=failed)
-            older = "the checkpoint before it is untouched" if self._saved_at is not None else "there is no older one"
-            self._say(f"checkpoint {self._done} could not be written ({failed}); {older}, and training goes on")
-        return failed
+            self._events.emit("checkpoint failed", step=self._done, reason=self._failure)
+            self._say(f"checkpoint {self._done} could not be written ({self._failure}); {older}, and training goes on")
+
+    def _fingerprint_now(self) -> str:
+        """Of the state after the steps done; all processes must call it."""
+        if self._fingerprint is None or self._fingerprint[0] != self._done:
+            self._fingerprint = self._done, self._saved.fingerprint(f"the end of step {self._done - 1}")
+        return self._fingerprint[1]
 
     def _finish(self) -> None:
         """The loop is over, or was left: the last checkpoint, the model, the fingerprint."""
@@ -413,37 +425,30 @@ class Run:
             self._open_step = None
         self._finished = True
         assert self._steps is not None
-        total, left_early = len(self._steps.schedule), self._done < len(self._steps.schedule)
         if self._progress is not None:
             self._progress.close()
             self._progress = None
-        finished = self._read_finished()
-        if finished is not None and finished["step"] == self._done and self._saved_at == self._done:
+        before = self._read_finished()
+        if before is not None and before["step"] == self._done and self._checkpoint_at == self._done:
             return  # it was finished before this start, and nothing was trained
-        reason = None
-        if self._restored and self._saved_at != self._done:
-            reason = self._checkpoint()
-        elif self._fingerprint is None or self._saved_at != self._done:
-            self._fingerprint = self._saved.fingerprint(self._where())
+        if self._restored and self._checkpoint_at != self._done:
+            self._checkpoint()
+        said = {
+            "step": self._done,
+            "steps": len(self._steps),
+            "left early": self._done < len(self._steps),
+            "cursor": self._cursor,
+            "fingerprint": self._fingerprint_now(),
+        }
         if self.rank == 0:
-            if reason is not None:
+            if self._failure is not None:
                 raise MachineError(
-                    f"the last checkpoint could not be written: {reason}",
+                    f"the last checkpoint could not be written: {self._failure}",
                     do="make room on the disk and start again: the run goes on from the checkpoint before",
                 )
             save_model(self._paths.model, dict(zip(self._models.names(), self._models.all, strict=True)))
-            said = {
-                "step": self._done,
-                "steps": total,
-                "left early": left_early,
-                "cursor": self._cursor,
-                "fingerprint": self._fingerprint,
-            }
             write_whole(self._paths.finished, (json.dumps(said) + "\n").encode())
-        self._events.emit("finished", step=self._done, left_early=left_early, fingerprint=self._fingerprint)
-
-    def _where(self) -> str:
-        return f"the end of step {self._done - 1}"
+        self._events.emit("finished", **said)
 
     def _read_finished(self) -> dict[str, Any] | None:
         try:
@@ -480,8 +485,8 @@ class Run:
                 self._finish()
                 self._meeting.exchange("the end of the script", site="")
                 self._events.emit("end")
-                if self._finished and self.rank == 0:
-                    print(f"fingerprint: {self._fingerprint}", flush=True)
+                if self._finished and self._fingerprint is not None and self.rank == 0:
+                    print(f"fingerprint: {self._fingerprint[1]}", flush=True)
         finally:
             if self._progress is not None:
                 self._progress.close()
