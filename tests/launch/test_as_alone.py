@@ -24,18 +24,18 @@ SCRIPTS = {
         print(f.__annotations__)
     """,
     "exception": """
+        import first
         def inner(): raise ValueError("two\\nlines")
         def outer():
             try: inner()
             except ValueError as error: raise KeyError("chained") from error
         outer()
     """,
-    "syntax error": "x = = 1",
-    "text exit": "import sys; print('out'); sys.exit('a reason')",
-    "code exit": "import sys; sys.exit(1)",
+    "text exit": "import first, sys; print('out'); sys.exit('a reason')",
+    "code exit": "import first, sys; sys.exit(1)",
     "good exit": "import sys; print('done'); sys.exit()",
     "excepthook": """
-        import sys
+        import first, sys
         sys.excepthook = lambda kind, error, tb: print("hook", kind.__name__, error, tb.tb_frame.f_code.co_name)
         raise ValueError("x")
     """,
@@ -56,7 +56,7 @@ SCRIPTS = {
         print("main ends")
     """,
     "exit functions after a failure": """
-        import atexit
+        import atexit, first
         atexit.register(print, "at exit")
         raise RuntimeError("no")
     """,
@@ -97,13 +97,23 @@ def alone(folder: Path, *words: str) -> Result:
 @pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in SCRIPTS.items()])
 def test_same_output_error_and_code(tmp_path: Path, text: str, processes: int) -> None:
     write_script(tmp_path, "value = 5", "beside.py")
+    # Scripts that fail do so on rank 0; what is said of another's failure must not be in the way.
+    write_script(tmp_path, "import os, time\nif os.environ.get('RANK') == '1': time.sleep(600)", "first.py")
     if "shlex" in text:
         for name in ("json", "shlex", "queue"):
             write_script(tmp_path, "value = 'mine'", f"{name}.py")
     write_script(tmp_path, text)
     expected = alone(tmp_path, "script.py", "a", "--b=c")
-    # The other process fails alike: what is said of it must not be in the way.
     result = run(tmp_path, "--processes", processes, "script.py", "a", "--b=c", env={"OMP_NUM_THREADS": "1"})
+    assert (result.code, result.out, result.own_err) == (expected.code, expected.out, expected.err)
+
+
+def test_syntax_error(tmp_path: Path) -> None:
+    """One process: which of two would say it first is chance."""
+    write_script(tmp_path, "print('no')\nx = = 1")
+    expected = alone(tmp_path, "script.py")
+    result = run(tmp_path, "script.py")
+    assert "SyntaxError" in expected.err
     assert (result.code, result.out, result.own_err) == (expected.code, expected.out, expected.err)
 
 

@@ -19,7 +19,7 @@ from evenstep.launch.kinship import sweep
 
 # From the first failure to the last process's end it takes at most one second: waiting for a likelier cause, then
 # for processes to end by themselves.
-_AFTER_CAUSE = 0.03
+_AFTER_CAUSE = 0.2  # so that on a mistake that all make, as a wrong argument, rank 0 gets to tell it itself
 _AFTER_CONSEQUENCE = 0.3
 _GRACE_AFTER_FAILURE = 0.4
 _GRACE_AFTER_SIGNAL = 3.0  # Ctrl-C and the like: the script may want to save something
