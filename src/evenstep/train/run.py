@@ -18,18 +18,17 @@ from evenstep.errors import EvenstepError, IdentityError, MachineError, UsageErr
 from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule, StepPlan
 from evenstep.record.checkpoints import Checkpoints
-from evenstep.record.events import EventWriter
-from evenstep.record.metrics import MetricsWriter
 from evenstep.record.paths import RunPaths
 from evenstep.record.publish import write_whole
 from evenstep.train import collectives
 from evenstep.train.checkpoint import Saved, State
 from evenstep.train.data import Reader, checked_dataset, choose_order, shares
 from evenstep.train.evaluate import evaluate, predict
+from evenstep.train.journal import Journal
 from evenstep.train.models import Models
 from evenstep.train.norm import clip_
 from evenstep.train.options import Options
-from evenstep.train.progress import Progress, plan_lines
+from evenstep.train.progress import plan_lines
 from evenstep.train.randomness import Randomness, key
 from evenstep.train.reduce import Reducer
 from evenstep.train.state import save_model
@@ -60,10 +59,7 @@ class Run:
         self._reducer = Reducer(self.rank, self.world_size, ground.data, ground.device, options.exact)
         self._checkpoints = Checkpoints(paths)
         self._saved = Saved(self._models, self._meeting, self._checkpoints)
-        self._events = EventWriter(paths.events(self.rank), self.rank, on_error=self._say)
-        self._metrics = MetricsWriter(paths, on_error=self._say) if self.rank == 0 else None
-        self._listeners: list[Callable[[int, Mapping[str, float]], None]] = []
-        self._progress: Progress | None = None
+        self._journal = Journal(paths, self.rank)
         self._steps: Steps | None = None
         self._cursor = 0
         self._done = 0  # optimizer steps since the start of the run
@@ -89,7 +85,7 @@ class Run:
         or buffers are not the same on every process.
         """
         prepared = [self._models.prepare(m) for m in (model, *more)]
-        self._events.emit("prepare", models=[type(m).__name__ for m in prepared])
+        self._journal.emit("prepare", models=[type(m).__name__ for m in prepared])
         return prepared[0] if not more else tuple(prepared)
 
     def steps(
@@ -153,13 +149,13 @@ class Run:
         about, damaged = self._saved.load_newest()
         self._restored = True
         for line in damaged:
-            self._say(line + "; using the one before it")
+            self._journal.say(line + "; using the one before it")
         if about is not None:
             self._cursor, self._done, self._epoch = int(about["cursor"]), int(about["step"]), int(about["epoch"])
             self._checkpoint_at = self._done
             self._fingerprint = self._done, str(about["fingerprint"])
-            self._events.emit("resume", step=self._done, cursor=self._cursor, damaged=damaged)
-            self._say(
+            self._journal.emit("resume", step=self._done, cursor=self._cursor, damaged=damaged)
+            self._journal.say(
                 f"goes on after step {self._done} ({self._cursor} samples) from {self._checkpoints.folder(self._done)}"
             )
         return self._saved.values
@@ -177,22 +173,12 @@ class Run:
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Record numbers for the current step: metrics.jsonl, metrics.csv and TensorBoard in the run directory."""
-        if self._metrics is None:
-            return
-        numbers = {}
-        for name, value in values.items():
-            try:
-                numbers[name] = float(value)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise UsageError(f"run.log got {name}={value!r:.80}, expected a number") from error
         step = self._open_step[0].number + 1 if self._open_step else self._done
-        self._metrics.write(step, self._epoch, numbers)
-        for listener in self._listeners:
-            listener(step, numbers)
+        self._journal.log(step, self._epoch, values)
 
     def on_log(self, listener: Callable[[int, Mapping[str, float]], None]) -> None:
         """Call `listener(step, values)` on rank 0 for every `run.log`: for trackers of other makes."""
-        self._listeners.append(listener)
+        self._journal.listen(listener)
 
     def evaluate(
         self,
@@ -289,13 +275,10 @@ class Run:
                 )
         self._check_data(schedule, order)
         first = self._first_step(schedule)
-        if self._metrics is not None:
-            self._metrics.cut(self._done)  # rows of steps that a killed process did and that will be done again
         self._looping = True
         self._models.first_step = first
-        if self.rank == 0 and first < len(schedule):
-            self._show_plan(schedule, first)
-        self._events.emit(
+        self._journal.begin(schedule, self._done, first, self._plan(schedule))
+        self._journal.emit(
             "loop",
             steps=len(schedule),
             first=first,
@@ -329,7 +312,9 @@ class Run:
             early = (
                 f", left early by the script; to go on, remove {self._paths.finished}" if finished["left early"] else ""
             )
-            self._say(f"{self.directory} is finished ({finished['step']} steps{early}): nothing is trained again")
+            self._journal.say(
+                f"{self.directory} is finished ({finished['step']} steps{early}): nothing is trained again"
+            )
             return len(schedule)
         if self._checkpoint_at is None:
             return 0
@@ -342,26 +327,17 @@ class Run:
                 )
         return schedule.step_at(self._cursor)
 
-    def _show_plan(self, schedule: Schedule, first: int) -> None:
-        lines = [
-            f"run directory {self.directory}",
-            *plan_lines(
-                schedule,
-                self.world_size,
-                device=str(self.device),
-                backend=self._ground.backend if self.world_size > 1 else None,
-                exact=self._options.exact,
-            ),
-        ]
+    def _plan(self, schedule: Schedule) -> list[str]:
+        """Who computes what, for the person who runs this."""
+        backend = self._ground.backend if self.world_size > 1 else None
+        device = self.device.type
+        lines = plan_lines(schedule, self.world_size, device=device, backend=backend, exact=self._options.exact)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         used = self._ground.world.local_world_size * self._options.threads
-        if self.device.type == "cpu" and used < cores:
-            lines.append(
-                f"{used} of {cores} cores are used: more processes (evenstep run --processes {cores}) use them all"
-            )
-        for line in lines:
-            self._say(line)
-        self._progress = Progress(len(schedule), start=first, steps_per_epoch=schedule.steps_per_epoch)
+        if device == "cpu" and used < cores:
+            hint = f"more processes (evenstep run --processes {cores}) use them all"
+            lines.append(f"{used} of {cores} cores are used: {hint}")
+        return [f"run directory {self.directory}", *lines]
 
     def _begin_step(self, plan: StepPlan, batches: Iterator[Any]) -> Step:
         self._epoch = plan.epoch
@@ -376,9 +352,7 @@ class Run:
         self._done, self._cursor = plan.number + 1, plan.cursor_after
         loss = step.result.loss if step.result else None
         said = {"fingerprint": self._fingerprint_now()} if self._options.fingerprints else {}
-        self._events.emit("step", step=self._done, epoch=plan.epoch, cursor=self._cursor, loss=loss, **said)
-        if self._progress is not None:
-            self._progress.update(self._done, plan.epoch, loss, plan.samples)
+        self._journal.step_done(self._done, plan.epoch, loss, plan.samples, cursor=self._cursor, **said)
         every = self._options.checkpoint_every
         if self._restored and (self._done % every == 0 if every else plan.ends_epoch):
             self._checkpoint()
@@ -403,10 +377,12 @@ class Run:
         older = "the checkpoint before it is untouched" if self._checkpoint_at is not None else "there is no older one"
         self._checkpoint_at = self._done
         if self._failure is None:
-            self._events.emit("checkpoint", step=self._done, fingerprint=fingerprint, seconds=seconds)
+            self._journal.emit("checkpoint", step=self._done, fingerprint=fingerprint, seconds=seconds)
         else:
-            self._events.emit("checkpoint failed", step=self._done, reason=self._failure)
-            self._say(f"checkpoint {self._done} could not be written ({self._failure}); {older}, and training goes on")
+            self._journal.emit("checkpoint failed", step=self._done, reason=self._failure)
+            self._journal.say(
+                f"checkpoint {self._done} could not be written ({self._failure}); {older}, and training goes on"
+            )
 
     def _fingerprint_now(self) -> str:
         """Of the state after the steps done; all processes must call it."""
@@ -425,9 +401,7 @@ class Run:
             self._open_step = None
         self._finished = True
         assert self._steps is not None
-        if self._progress is not None:
-            self._progress.close()
-            self._progress = None
+        self._journal.end_progress()
         before = self._read_finished()
         if before is not None and before["step"] == self._done and self._checkpoint_at == self._done:
             return  # it was finished before this start, and nothing was trained
@@ -448,7 +422,7 @@ class Run:
                 )
             save_model(self._paths.model, dict(zip(self._models.names(), self._models.all, strict=True)))
             write_whole(self._paths.finished, (json.dumps(said) + "\n").encode())
-        self._events.emit("finished", **said)
+        self._journal.emit("finished", **said)
 
     def _read_finished(self) -> dict[str, Any] | None:
         try:
@@ -480,20 +454,16 @@ class Run:
         atexit.unregister(self._at_exit)
         try:
             if failed:
-                self._events.emit("failed", step=self._done, at=self._meeting.last)
+                self._journal.emit("failed", step=self._done, at=self._meeting.last)
             else:
                 self._finish()
                 self._meeting.exchange("the end of the script", site="")
-                self._events.emit("end")
+                self._journal.emit("end")
                 if self._finished and self._fingerprint is not None and self.rank == 0:
                     print(f"fingerprint: {self._fingerprint[1]}", flush=True)
         finally:
-            if self._progress is not None:
-                self._progress.close()
             self._reducer.close(wait=not failed)
-            if self._metrics is not None:
-                self._metrics.close()
-            self._events.close()
+            self._journal.close()
             if not failed:
                 disconnect(self._ground)
             self._put_back()
@@ -505,13 +475,3 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._close(failed=error is not None)
-
-    def _say(self, line: str) -> None:
-        """A line for the person who runs this: on rank 0, on standard error, above the progress bar."""
-        if self.rank != 0:
-            return
-        text = f"evenstep: {line}"
-        if self._progress is not None:
-            self._progress.note(text)
-        else:
-            print(text, file=sys.stderr, flush=True)

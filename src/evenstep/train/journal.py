@@ -1,0 +1,88 @@
+"""What a training process tells: events and metrics into the run directory, progress and notes to the person."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from evenstep.errors import UsageError
+from evenstep.plan.schedule import Schedule
+from evenstep.record.events import EventWriter
+from evenstep.record.metrics import MetricsWriter
+from evenstep.record.paths import RunPaths
+from evenstep.train.progress import Progress
+
+Listener = Callable[[int, Mapping[str, float]], None]
+
+
+class Journal:
+    """Every process writes its events; metrics, progress and notes are rank 0's."""
+
+    def __init__(self, paths: RunPaths, rank: int) -> None:
+        self._rank = rank
+        self._events = EventWriter(paths.events(rank), rank, on_error=self.say)
+        self._metrics = MetricsWriter(paths, on_error=self.say) if rank == 0 else None
+        self._progress: Progress | None = None
+        self._listeners: list[Listener] = []
+
+    def emit(self, kind: str, **fields: object) -> None:
+        """An event of this process."""
+        self._events.emit(kind, **fields)
+
+    def say(self, line: str) -> None:
+        """A line for the person who runs this: on standard error, above the progress bar."""
+        if self._rank != 0:
+            return
+        text = f"evenstep: {line}"
+        if self._progress is not None:
+            self._progress.note(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def listen(self, listener: Listener) -> None:
+        """Call `listener(step, values)` for whatever is logged from now on."""
+        self._listeners.append(listener)
+
+    def log(self, step: int, epoch: int, values: Mapping[str, float | torch.Tensor]) -> None:
+        """Numbers of after `step` optimizer steps."""
+        if self._metrics is None:
+            return
+        numbers = {}
+        for name, value in values.items():
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UsageError(f"run.log got {name}={value!r:.80}, expected a number") from error
+        self._metrics.write(step, epoch, numbers)
+        for listener in self._listeners:
+            listener(step, numbers)
+
+    def begin(self, schedule: Schedule, done: int, first: int, plan: Sequence[str]) -> None:
+        """The loop begins with step `first`, after `done` steps. Rows of later steps, of a killed process, go."""
+        if self._metrics is not None:
+            self._metrics.cut(done)
+        if self._rank == 0 and first < len(schedule):
+            for line in plan:
+                self.say(line)
+            self._progress = Progress(len(schedule), start=first, steps_per_epoch=schedule.steps_per_epoch)
+
+    def step_done(self, step: int, epoch: int, loss: float | None, samples: int, **fields: object) -> None:
+        """The `step`-th optimizer step is done."""
+        self.emit("step", step=step, epoch=epoch, loss=loss, **fields)
+        if self._progress is not None:
+            self._progress.update(step, epoch, loss, samples)
+
+    def end_progress(self) -> None:
+        """Leave the terminal as it was."""
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+
+    def close(self) -> None:
+        """Close the files."""
+        self.end_progress()
+        if self._metrics is not None:
+            self._metrics.close()
+        self._events.close()
