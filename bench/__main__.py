@@ -90,9 +90,10 @@ def step() -> Iterator[Measured]:
     for name, exact_target in (("transformer", 1.05), ("mlp", 1.10)):
         for option, target in ((), exact_target), (("--no-exact",), 1.02):
             with tempfile.TemporaryDirectory() as folder:
-                ratios = last_json(evenstep_run(2, folder, *option, script, name))["ratios"]
+                found = last_json(evenstep_run(2, folder, *option, script, name))
             what = f"step, {name}{', ' if option else ''}{' '.join(option)}, / DDP"
-            yield Measured(what, statistics.median(ratios), target, "", spread(ratios))
+            note = f"{spread(found['ratios'])}; fastest / fastest {found['fastest']:.2f}"
+            yield Measured(what, statistics.median(found["ratios"]), target, "", note)
 
 
 def memory() -> Iterator[Measured]:
