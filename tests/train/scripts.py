@@ -98,7 +98,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens.clamp(min=0))
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
         result: Tensor = self.head(x)
@@ -165,12 +165,12 @@ class Critic(nn.Sequential):
 
 def critic_loss(generator: nn.Module, critic: nn.Module, batch: Any) -> Any:
     real = batch[0].flatten(1)
-    fake = generator(torch.randn(len(real), 4)).detach()
+    fake = generator(torch.randn(len(real), 4, device=real.device)).detach()
     return F.softplus(-critic(real)).sum() + F.softplus(critic(fake)).sum(), len(real)
 
 
 def generator_loss(generator: nn.Module, critic: nn.Module, batch: Any) -> Any:
-    fake = generator(torch.randn(len(batch[0]), 4))
+    fake = generator(torch.randn(len(batch[0]), 4, device=batch[0].device))
     return F.softplus(-critic(fake)).sum(), len(batch[0])
 
 

@@ -449,7 +449,8 @@ class Reduction:
                     view.add_(part)
             parts.clear()
         flags.append(float(self.failed))
-        flat[bucket.elements : bucket.length].copy_(torch.tensor(flags))
+        said = torch.tensor(flags, pin_memory=flat.is_cuda)  # pinned: the host does not wait for the stream
+        flat[bucket.elements : bucket.length].copy_(said, non_blocking=True)
 
     def _wait(self) -> None:
         done = threading.Event()
@@ -457,7 +458,11 @@ class Reduction:
         self.owner.lane.submit(done.set)
         done.wait()
         if self.owner.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.owner.stream)
+            here = torch.cuda.current_stream()
+            here.wait_stream(self.owner.stream)
+            for bucket in self.buckets:  # allocated on the side stream, read on this one
+                if bucket.out is not None:
+                    bucket.out.record_stream(here)
 
     def _collect(self) -> list[Tensor | None] | None:
         """The gradients out of the buckets; None if some process failed."""
