@@ -47,7 +47,7 @@ class Generator(nn.Sequential):
         )
 
     def draw(self, count: int) -> Tensor:
-        return self(torch.randn(count, LATENT))
+        return self(torch.randn(count, LATENT, device=next(self.parameters()).device))
 
 
 class Critic(nn.Sequential):

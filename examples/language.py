@@ -111,7 +111,8 @@ class GPT(nn.Module):
     def write(self, beginning: list[int], length: int) -> list[int]:
         written = list(beginning)
         while len(written) < length:
-            logits = self(torch.tensor([[0, *written[-(LONGEST - 1) :]]]))[0, -1]
+            tokens = torch.tensor([[0, *written[-(LONGEST - 1) :]]], device=self.token.weight.device)
+            logits = self(tokens)[0, -1]
             written.append(int(torch.multinomial(torch.softmax(logits / 0.7, 0), 1)))
         return written
 
