@@ -1,6 +1,6 @@
 """What a step costs against hand-written DDP. Run by `evenstep run --processes 2 [--no-exact] bench/step.py WORKLOAD`.
 
-Both sides live in the same processes and take turns, a few steps each, so that a machine that is slower for a while is
+Both sides live in the same processes and take turns, a step each, so that a machine that is slower for a while is
 slower for both. Prints {"ratios": [...], "fastest": ratio}: evenstep's time over DDP's for each pair of turns,
 and for the fastest turn of each.
 """
@@ -26,8 +26,8 @@ from bench.workloads import workload
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("workload", choices=["transformer", "mlp"])
-    parser.add_argument("--turns", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=2, help="steps in a turn")
+    parser.add_argument("--turns", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=1, help="steps in a turn")
     options = parser.parse_args()
     work = workload(options.workload)
     run = start(work, int(os.environ["WORLD_SIZE"]))
