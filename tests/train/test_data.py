@@ -34,7 +34,17 @@ from torch.utils.data import (
 from evenstep.errors import DataError, UsageError
 from evenstep.plan.order import Fixed, Natural, Shuffled
 from evenstep.plan.schedule import Schedule
-from evenstep.train.data import MicroBatch, Reader, checked_dataset, choose_order, shares, split_batch, to_device
+from evenstep.train.data import (
+    MicroBatch,
+    Reader,
+    checked_dataset,
+    choose_order,
+    probe,
+    shares,
+    split_batch,
+    tensors,
+    to_device,
+)
 from evenstep.train.randomness import kept_generators, seed_generators
 from tests.ranks import run_ranks
 
@@ -627,6 +637,89 @@ def test_orders_and_weights_that_cannot_work_are_refused(arguments: dict[str, An
         choose_order(list(range(10)), seed=0, **arguments)
 
 
+class OwnTorch(Drawing):
+    generator = torch.Generator()
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(2), torch.rand(2, generator=self.generator)
+
+
+class OwnNumpy(Drawing):
+    generator = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": self.generator.random(2)}
+
+
+class Counting(Drawing):
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return Sample(torch.ones(1), str(self.reads))
+
+
+class InPlace(Drawing):
+    array = np.zeros(2)
+
+    def __getitem__(self, index: int) -> Any:
+        self.array += 1
+        return self.array
+
+
+class OwnMany(OwnTorch):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[i] for i in indices]
+
+
+@pytest.mark.parametrize("kind", [OwnTorch, OwnNumpy, Counting, InPlace, OwnMany])
+@pytest.mark.parametrize("subset", [False, True])
+def test_a_data_set_with_randomness_or_state_of_its_own_is_found(kind: type[Drawing], subset: bool) -> None:
+    data: Any = Subset(kind(9), range(9)) if subset else kind(9)
+    with pytest.raises(UsageError, match=r"(?s)two different samples for sample 0 .*of its own.*torch.initial_seed"):
+        probe(data, Natural(9), seed=3)
+
+
+class OwnKeyed(Drawing):
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        return index, torch.rand(2, generator=generator), torch.tensor(float("nan")), float("nan"), None
+
+
+def test_a_data_set_that_draws_from_keyed_generators_has_one_digest() -> None:
+    kinds: list[Any] = [Drawing(9), DrawingMany(9), OwnKeyed(9), TensorDataset(torch.arange(9.0)), [np.nan] * 9]
+    with kept_generators():
+        seed_generators(4)
+        expected = torch.rand(()).item(), random.random(), np.random.rand()
+        seed_generators(4)
+        digests = [probe(data, Natural(9), seed=3) for data in kinds]
+        assert (torch.rand(()).item(), random.random(), np.random.rand()) == expected
+    assert all(len(digest) == 32 for digest in digests)
+    assert len(set(digests)) == len(kinds)
+    assert [probe(data, Natural(9), seed=3) for data in kinds] == digests
+    assert probe(Drawing(9), Natural(9), seed=4) != digests[0]
+    assert probe(Drawing(9), Fixed(np.array([1])), seed=3) != digests[0]
+
+
+def test_a_probe_reads_what_the_reader_reads_first() -> None:
+    seen: list[int] = []
+
+    class Noting(Drawing):
+        def __getitem__(self, index: int) -> Any:
+            seen.append(torch.initial_seed())
+            return index
+
+    probe(Noting(9), Natural(9), seed=7)
+    read(Noting(9), Schedule(9, 9, 9, steps=1), order=Natural(9))
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen) == 2 + 9
+
+
+def test_a_probe_leaves_to_the_reader_what_cannot_be_read_or_encoded() -> None:
+    assert probe(Bad(14), Fixed(np.array([13])), seed=0) == ""
+    assert probe([Movable()], Natural(1), seed=0) == ""
+
+
 @pytest.mark.parametrize("loaders", [-1, 1.5, True, "2"])
 def test_a_number_of_loader_processes_is_checked(loaders: Any) -> None:
     with pytest.raises(UsageError, match="loaders="):
@@ -677,6 +770,22 @@ def test_nests_move_whole() -> None:
     assert moved["array"] is batch["array"]
     assert x.device.type == "cpu"
     assert counts["a"] is x
+
+
+def test_the_tensors_of_a_nest_are_found_in_order() -> None:
+    a, b, c, d, e, f, g = (torch.full((1,), float(i)) for i in range(7))
+    batch = {
+        "list": [a, 1, "text", None, (b,)],
+        "odd": Odd(c, d),
+        "sample": Sample(e, "a"),
+        "user": collections.UserDict({"x": f}),
+        "array": np.ones(2),
+        "deep": [[{"y": (g,)}]],
+    }
+    found = tensors(batch)
+    assert [id(t) for t in found] == [id(t) for t in (a, b, c, d, e, f, g)]
+    assert [id(t) for t in tensors(a)] == [id(a)]
+    assert tensors(["text", Sample]) == []
 
 
 def test_a_batch_splits_where_every_part_has_its_samples_along_dimension_0() -> None:

@@ -39,6 +39,19 @@ def pinned(batch: Any) -> Any:
     return _rebuilt(batch, pin)
 
 
+def tensors(batch: Any) -> list[torch.Tensor]:
+    """The tensors in `batch`, in order: those in dict, list, tuple, namedtuple and dataclass, however deep."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        return [found for value in batch.values() for found in tensors(value)]
+    if isinstance(batch, (list, tuple)):
+        return [found for value in batch for found in tensors(value)]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [found for field in dataclasses.fields(batch) for found in tensors(getattr(batch, field.name))]
+    return []
+
+
 def split_batch(batch: Any, size: int) -> tuple[Any, Any] | None:
     """The two halves of a batch of `size` samples, cut along dimension 0; None if it cannot be told how to cut it."""
     half = size // 2

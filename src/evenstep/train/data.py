@@ -16,13 +16,23 @@ from evenstep.errors import DataError, UsageError
 from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule
 from evenstep.plan.tree import share
-from evenstep.train.batch import pinned, split_batch, to_device
+from evenstep.train.batch import pinned, split_batch, tensors, to_device
 from evenstep.train.dataset import checked_dataset, choose_order
 from evenstep.train.loading import LoaderGone, Loading
 from evenstep.train.randomness import kept_generators
-from evenstep.train.samples import Collate, Failure, MicroBatch, Samples, Task, data_error
+from evenstep.train.samples import Collate, Failure, MicroBatch, Samples, Task, data_error, epoch_error, probe
 
-__all__ = ["MicroBatch", "Reader", "checked_dataset", "choose_order", "shares", "split_batch", "to_device"]
+__all__ = [
+    "MicroBatch",
+    "Reader",
+    "checked_dataset",
+    "choose_order",
+    "probe",
+    "shares",
+    "split_batch",
+    "tensors",
+    "to_device",
+]
 
 _WINDOW = 2048  # positions whose indices are computed at a time: most of the cost of a few of them is the call
 
@@ -40,6 +50,11 @@ class Reader:
 
     With `loaders` processes reading `prefetch` micro-batches ahead each; with 0 it reads when asked, and the
     generators of torch, numpy and random do not show it. It goes on across epochs. Close it when leaving early.
+    What goes wrong is raised again at every later read.
+
+    A data set with a method `set_epoch(epoch)` is told each epoch before a sample of it is read, in the training
+    process and in each loader process, whose copies see no other change that the script makes in its loop. With
+    `set_epoch=False` (an evaluation amid the training) it stays at the epoch at which the training process has it.
     """
 
     def __init__(
@@ -54,25 +69,51 @@ class Reader:
         loaders: int = 0,
         pin: bool = False,
         prefetch: int = 2,
+        set_epoch: bool = True,
     ) -> None:
         if type(loaders) is not int or loaders < 0:
             raise UsageError(f"loaders={loaders!r}, expected a number of loader processes, 0 or more")
         if collate is not None and not callable(collate):
             raise UsageError(f"collate={collate!r}, expected a function list of samples -> batch")
-        self._samples = Samples(data, collate, seed)
+        self._samples = Samples(data, collate, seed, set_epoch=set_epoch)
         self._tasks: Iterator[Task] = _tasks(order, micro_batches)
         self._rank, self._seed, self._pin = rank, seed, pin
         self._count, self._prefetch = loaders, prefetch
         self._loading: Loading | None = None
+        self._error: Exception | None = None  # what ended the reading
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
         return self
 
     def __next__(self) -> tuple[MicroBatch, Any]:
+        if self._error is not None:  # a script that caught it, and reads on, must not take it for the end of the data
+            raise self._error.with_traceback(None)
+        try:
+            return self._next()
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._error = error
+            self.close()
+            raise
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Tell the data set in this process that `epoch` begins, if it has a `set_epoch` and has not been told.
+
+        Reading does it by itself; this is for a process that reads nothing at the beginning of an epoch.
+        """
+        try:
+            self._samples.begin_epoch(epoch)
+        except Exception as error:
+            where = f"on rank {self._rank}, in the training process"
+            raise epoch_error(epoch, where, f"{type(error).__name__}: {error}") from error
+
+    def _next(self) -> tuple[MicroBatch, Any]:
         task, read, where = self._read_here() if self._count == 0 else self._read_ahead()
         if isinstance(read, Failure):
-            self.close()
             raise data_error(read, task, f"on rank {self._rank}, {where}") from read.error
+        if self._count:  # the loop's body, and an evaluation in it, find the data set as without loader processes
+            self.begin_epoch(task.micro_batch.epoch)
         return task.micro_batch, read
 
     def _read_here(self) -> tuple[Task, Any, str]:
@@ -100,7 +141,6 @@ class Reader:
             self.close()
             raise
         except LoaderGone as gone:
-            self.close()
             raise DataError(
                 f"{gone.how} on rank {self._rank}, {gone.doing}",
                 do="if it was killed, look for too little memory (SIGBUS: in /dev/shm) and give fewer loaders=; "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import traceback
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, Mapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +13,10 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from evenstep.errors import DataError
-from evenstep.train.randomness import key, seed_generators
+from evenstep.errors import DataError, UsageError
+from evenstep.plan.order import Order
+from evenstep.train.randomness import kept_generators, key, seed_generators
+from evenstep.train.state import encode_tree
 
 Collate = Callable[[list[Any]], Any]
 
@@ -54,7 +58,7 @@ class Task:
 class Failure:
     """What went wrong in the user's code. `offset`: which of the samples; None if that is unknown."""
 
-    what: str  # "sample", "samples", "collate", or "send": what collate returned does not travel between processes
+    what: str  # "epoch", "sample", "samples", "collate", or "send": what collate returned does not travel
     offset: int | None
     summary: str
     error: BaseException | None
@@ -72,10 +76,17 @@ class Samples:
 
     It runs in the training process or in a loader process. `at[0]` is the offset of the sample that is being read, -1
     if it is none; a loader process puts shared memory there, so that its last sample is known if it dies.
+
+    A data set with a method `set_epoch(epoch)` is told the epoch, from 0, before the first sample of it is read, in
+    each process that reads. What it does must follow from `epoch` alone: a resumed run begins with a later one. Any
+    other change of the data set's attributes, made in the training process after the loader processes have started,
+    is not seen by them: they have copies. With `set_epoch=False` the data set is left at the epoch at which it is.
     """
 
-    def __init__(self, data: Any, collate: Collate | None, seed: int) -> None:
+    def __init__(self, data: Any, collate: Collate | None, seed: int, *, set_epoch: bool = True) -> None:
         self.data, self._seed = data, seed
+        self._set_epoch = _epoch_setter(data) if set_epoch else None
+        self._epoch: int | None = None  # the last one that the data set in this process was told
         self.at: MutableSequence[int] = [-1]
         self._collate: Collate = default_collate if collate is None else collate
         self._own_collate = collate is not None
@@ -88,13 +99,25 @@ class Samples:
         """Whether no code of the user's takes part, so that there is nothing to key."""
         return self._plain and not self._own_collate
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Tell the data set in this process that `epoch` begins, unless it knows. Raises what its set_epoch raises."""
+        if self._set_epoch is not None and epoch != self._epoch:
+            with kept_generators():
+                seed_generators(key(self._seed, "set_epoch", epoch))
+                self._set_epoch(epoch)
+            self._epoch = epoch
+
     def __call__(self, task: Task, keep_error: bool = False) -> Any:
         m = task.micro_batch
+        try:
+            self.begin_epoch(m.epoch)
+        except Exception as error:
+            return _ReadFailed("epoch", None, error).failure(keep_error)
         if self._columns is not None:
             chosen = torch.tensor(task.indices)
             return [column[chosen] for column in self._columns]
         try:
-            samples = self._samples(task)
+            samples = self.read(task)
         except _ReadFailed as failed:
             return failed.failure(keep_error)
         try:
@@ -104,7 +127,8 @@ class Samples:
         except Exception as error:
             return _ReadFailed("collate", None, error).failure(keep_error)
 
-    def _samples(self, task: Task) -> list[Any]:
+    def read(self, task: Task) -> list[Any]:
+        """The samples of `task`, not collated. _ReadFailed for what the data set raises."""
         m = task.micro_batch
         if self._at_once:
             try:
@@ -152,8 +176,59 @@ class _ReadFailed(Exception):
         return Failure(self._what, self._offset, f"{type(error).__name__}: {error}", cause)
 
 
+def probe(data: Any, order: Order, *, seed: int) -> str:
+    """A digest of the sample at position 0 of epoch 0, as hex; "" if it cannot be read, or is of a type unknown.
+
+    The sample is read twice under one key. UsageError if the two differ in a bit: the data set has randomness or state
+    of its own, which is neither the same on all processes nor after a resume. The generators are kept.
+    """
+    samples = Samples(data, None, seed)
+    task = Task(MicroBatch(0, 0, 0, 0, 1), order.indices(0, 0, 1).tolist())
+    digests: list[str] = []
+    with kept_generators():
+        for _ in range(1 if samples.draws_nothing else 2):
+            try:
+                samples.begin_epoch(0)
+                (sample,) = samples.read(task)
+            except Exception:
+                return ""  # the reader says it, with the sample and the process
+            digests.append(_digest(sample))  # at once: the data set may hand out the same object again
+    if digests[0] != digests[-1]:
+        raise UsageError(
+            f"{type(data).__name__} gave two different samples for {task.name(0)} with the generators set alike: "
+            "it has randomness or state of its own (a torch.Generator or numpy Generator object, a counter)",
+            do="draw from the global generators of torch, numpy and random, which evenstep keys for each sample, "
+            "or seed the generator of its own from torch.initial_seed() in __getitem__",
+        )
+    return digests[0]
+
+
+def _digest(sample: Any) -> str:
+    try:
+        return hashlib.blake2b(encode_tree(_encodable(sample)), digest_size=16).hexdigest()
+    except Exception:
+        return ""
+
+
+def _encodable(nest: Any) -> Any:
+    """The values in a sample, in the containers and array types that `encode_tree` knows."""
+    if isinstance(nest, torch.Tensor):
+        return nest.detach().as_subclass(torch.Tensor)
+    if isinstance(nest, Mapping):
+        return {name: _encodable(value) for name, value in nest.items()}
+    if isinstance(nest, (list, tuple)):
+        return [_encodable(value) for value in nest]
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        return [_encodable(getattr(nest, field.name)) for field in dataclasses.fields(nest)]
+    if hasattr(nest, "__array_interface__") and not isinstance(nest, np.generic):
+        return np.asarray(nest)  # a picture of PIL's, too
+    return nest
+
+
 def data_error(failure: Failure, task: Task, where: str) -> DataError:
     """What to tell the user. `where`: the rank, and the process on it."""
+    if failure.what == "epoch":
+        return epoch_error(task.micro_batch.epoch, where, failure.summary)
     if failure.what == "collate":
         return DataError(
             f"collate failed for {task}, samples {_short(task.indices)}, {where}: {failure.summary}",
@@ -173,6 +248,14 @@ def data_error(failure: Failure, task: Task, where: str) -> DataError:
     )
 
 
+def epoch_error(epoch: int, where: str, summary: str) -> DataError:
+    """What to tell the user when set_epoch raises. `where`: the rank, and the process on it."""
+    return DataError(
+        f"set_epoch({epoch}) of the data set failed {where}: {summary}",
+        do="the traceback above is from the data set's own code; set_epoch takes one number, the epoch from 0",
+    )
+
+
 def _short(indices: list[int]) -> str:
     return str(indices) if len(indices) <= 8 else f"[{', '.join(map(str, indices[:8]))}, ...]"
 
@@ -184,6 +267,14 @@ def _reads_many(data: Any) -> bool:
             return True
         data = data.dataset
     return callable(getattr(data, "__getitems__", None))
+
+
+def _epoch_setter(data: Any) -> Callable[[int], object] | None:
+    """The `set_epoch` of `data`, or of what it is a Subset of."""
+    while isinstance(data, Subset) and not hasattr(data, "set_epoch"):
+        data = data.dataset
+    method = getattr(data, "set_epoch", None)
+    return method if callable(method) else None
 
 
 def _is_plain(data: Any) -> bool:
