@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -161,6 +162,62 @@ def test_break_is_safe_and_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.endswith(f"fingerprint: {alone}\n")
     assert early(tmp_path / "alone") == alone, "a run that was left early is finished too"
     assert run_ranks(early, 3, tmp_path / "run") == [alone] * 3
+
+
+def counting(steps: Any) -> Iterator[Any]:
+    """A generator around the steps, as tqdm's."""
+    yield from steps
+
+
+def leave(run: Run, steps: Any, how: str) -> None:
+    """Loops until step 4 and leaves the loop there."""
+    model = run._models.all[0]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.restore(model=model, optimizer=optimizer)
+    for step in counting(steps) if how.startswith("tqdm") else steps:
+        step.backward(loss_fn)
+        if step.number == 4:
+            if how.endswith("return"):
+                return
+            if how.endswith("exit"):
+                raise SystemExit(1)
+            if how.endswith("interrupt"):
+                os.kill(os.getpid(), signal.SIGINT)
+            if how.endswith("raise"):
+                raise ValueError("boom")
+        optimizer.step()
+        optimizer.zero_grad()
+        if step.number == 4 and how.endswith("break"):
+            break
+
+
+@pytest.mark.parametrize(
+    "how", ["return", "exit", "interrupt", "raise", "break", "tqdm break", "tqdm raise", "tqdm return"]
+)
+def test_only_a_loop_that_was_left_on_purpose_is_finished(how: str, tmp_path: Path) -> None:
+    def begun() -> tuple[Run, Any]:
+        run = training_run(tmp_path / "run", global_batch=6, checkpoint_every=2)
+        run.prepare(nn.Linear(2, 3))
+        return run, run.steps(DATA, epochs=3)
+
+    run, steps = begun()
+    with run:
+        try:
+            leave(run, steps, how)
+        except (ValueError, SystemExit, KeyboardInterrupt):
+            assert not how.endswith(("break", "return"))
+    if how.endswith(("break", "return")):
+        finished = json.loads((tmp_path / "run/finished.json").read_text())
+        assert finished["step"] == (5 if how.endswith("break") else 4), "a step without its optimizer's is not done"
+        return
+    assert not (tmp_path / "run/finished.json").exists()
+    run, steps = begun()
+    with run:
+        leave(run, steps, "to the end")
+    with training_run(tmp_path / "whole", global_batch=6) as other:
+        other.prepare(nn.Linear(2, 3))
+        leave(other, other.steps(DATA, epochs=3), "to the end")
+    assert end(run) == end(other)
 
 
 def test_the_model_file_is_plain(tmp_path: Path) -> None:
@@ -550,7 +607,7 @@ def test_what_restore_refuses(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"Linear, number 0.* was not given"):
             run.restore(optimizer=optimizer)
         with pytest.raises(UsageError, match="other was not prepared"):
-            run.restore(model=model, other=other)
+            run.restore(model=model, other=other, optimizer=torch.optim.SGD(other.parameters(), 0.1))
         with pytest.raises(UsageError, match="updates 2 parameters that belong to no prepared model"):
             run.restore(model=model, optimizer=torch.optim.SGD(other.parameters(), 0.1))
         with pytest.raises(UsageError, match="function, which cannot be saved"):
@@ -574,6 +631,39 @@ def test_a_scheduler_that_is_left_out(tmp_path: Path, kind: str) -> None:
         with pytest.raises(UsageError, match=r"is driven by a \w+ that restore was not given"):
             run.restore(model=model, optimizer=optimizer)
         run.restore(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+@pytest.mark.parametrize("change", ["shuffle", "scheduler", "order"])
+def test_what_would_change_a_resume_silently(change: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    kept: list[Any] = []
+
+    def work(stop: int | None, **how: Any) -> None:
+        with begin(tmp_path, checkpoint_every=1) as run:
+            model = run.prepare(nn.Linear(2, 3))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            steps = run.steps(DATA, epochs=2, **how)
+            run.restore(model=model, optimizer=optimizer)
+            if change == "scheduler":
+                kept.append(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=len(steps)))
+            for step in steps:
+                step.backward(loss_fn)
+                optimizer.step()
+                optimizer.zero_grad()
+                if step.number == stop:
+                    raise KeyboardInterrupt
+
+    if change == "scheduler":
+        with pytest.raises(UsageError, match="is driven by a OneCycleLR that restore was not given"):
+            work(None)
+    elif change == "order":
+        with pytest.raises(UsageError, match=r"order\(0\)"):
+            work(None, order=lambda epoch: rng.permutation(20))
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            work(2)
+        with pytest.raises(IdentityError, match=r"made with order=\w+, now it is"):
+            work(None, shuffle=False)
 
 
 def test_order_of_calls(tmp_path: Path) -> None:

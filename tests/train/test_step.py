@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from evenstep.errors import PeerFailed
+from evenstep.errors import LossError, PeerFailed, UsageError
 from tests.ranks import run_ranks
 from tests.train.scripts import Sentences, Transformer, fingerprints, next_token, padded, training_run
 
@@ -227,6 +227,208 @@ def test_a_failure_within_backward_is_told_to_all_and_keeps_nothing(tmp_path: Pa
     assert second == "ArithmeticError: no gradient today"
     assert "rank 1: ArithmeticError: no gradient today" in first
     assert "rank 1: ArithmeticError: no gradient today" in third
+
+
+class MaxNorm(nn.Module):
+    """Writes a parameter in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(45, 4, max_norm=0.5)
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        result: Tensor = self.embed(index)
+        return result
+
+
+class Later(nn.Module):
+    """Writes a buffer from its fourth call on."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(12, 4)
+        self.register_buffer("mean", torch.zeros(12))
+        self.calls = 0
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.calls > 30:
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+        result: Tensor = self.last(x)
+        return result
+
+
+class Registers(Later):
+    """Replaces a buffer in its forward."""
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        if self.training:
+            self.mean = x.detach().mean(0)
+        result: Tensor = self.last(x)
+        return result
+
+
+class Hidden(Later):
+    """Keeps a state beside its parameters and buffers."""
+
+    state: Tensor | float = 0.0
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(self.last(x) + self.state)
+        self.state = result.detach().mean(0)
+        return result
+
+
+def squares(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0], batch[2]).square().sum(), len(batch[0])
+
+
+OWN = torch.Generator().manual_seed(3)
+
+
+def own_noise(model: nn.Module, batch: Any) -> Any:
+    noise = torch.randn(batch[0].shape, generator=OWN)
+    return model(batch[0] + noise, batch[2]).square().sum(), len(batch[0])
+
+
+def in_place(model: nn.Module, batch: Any) -> Any:
+    batch[0].mul_(1.5)
+    return squares(model, batch)
+
+
+def zeroes(model: nn.Module, batch: Any) -> Any:
+    model.zero_grad()
+    return squares(model, batch)
+
+
+def freezes(model: nn.Module, batch: Any) -> Any:
+    next(model.parameters()).requires_grad_(False)
+    return squares(model, batch)
+
+
+def attacks(model: nn.Module, batch: Any) -> Any:
+    if torch.is_grad_enabled():
+        squares(model, batch)[0].backward()
+    return squares(model, batch)
+
+
+def detached(model: nn.Module, batch: Any) -> Any:
+    return squares(model, batch)[0].detach(), len(batch[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "loss", "message"),
+    [
+        (MaxNorm, squares, "writes the model's own state in training: embed.weight"),
+        (Later, squares, "writes the model's own state in training: mean"),
+        (Registers, squares, "writes the model's own state in training: mean"),
+        (Hidden, squares, "computed twice, is .* has a state or a random generator of its own"),
+        (Later, own_noise, "computed twice, is .* has a state or a random generator of its own"),
+        (Later, in_place, "changes its batch in place"),
+        (Later, zeroes, "changes .grad .zero_grad"),
+        (Later, freezes, r"freezes or unfreezes last\.weight"),
+        (Later, attacks, r"calls backward\(\) itself"),
+        (Later, detached, "no loss of this step depends on a parameter"),
+    ],
+)
+def test_a_loss_that_does_more_than_compute_is_refused(
+    make: Any, loss: Any, message: str, world_size: int, tmp_path: Path
+) -> None:
+    def work() -> None:
+        with training_run(tmp_path / "run") as run:
+            run.prepare(make())
+            for step in run.steps(numbers(), epochs=3):
+                step.backward(loss)
+
+    with pytest.raises((LossError, UsageError, PeerFailed), match=message):
+        run_ranks(work, world_size)
+
+
+def test_optimizers_are_known(tmp_path: Path) -> None:
+    for kind in ("stranger", "added", "forgotten"):  # one that it was made with, one added later, one not restored
+        with training_run(tmp_path / kind) as run:
+            model = run.prepare(nn.Linear(12, 4))
+            extra = nn.Parameter(torch.ones(()))
+            optimizer = torch.optim.SGD([*model.parameters(), *([extra] if kind == "stranger" else [])], 0.1)
+            steps = run.steps(numbers(), epochs=1)
+            if kind != "stranger":
+                run.restore(model=model, **({"optimizer": optimizer} if kind == "added" else {}))
+            message = (
+                "run.restore was not given it" if kind == "forgotten" else "updates 1 parameters that belong to no"
+            )
+            for step in steps:
+                step.backward(lambda m, b: (m(b[0]).square().sum(), len(b[0])))
+                if kind == "added" and step.number == 1:
+                    optimizer.add_param_group({"params": [extra]})
+                if step.number == 1 or kind != "added":
+                    with pytest.raises(UsageError, match=message):
+                        optimizer.step()
+                    break
+                optimizer.step()
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD([*model.parameters()], 0.1).step()  # outside a loop nobody looks
+
+
+def test_parameters_outside_of_prepared_models(tmp_path: Path) -> None:
+    with training_run(tmp_path / "run") as run:
+        run.prepare(nn.Linear(12, 4))
+        temperature = nn.Parameter(torch.ones(1))
+        for step in run.steps(numbers(), epochs=1):
+            with pytest.raises(LossError, match=r"parameter of shape \(1,\) that belongs to no prepared model"):
+                step.backward(lambda m, b: ((m(b[0]) * temperature).square().sum(), len(b[0])))
+            temperature.requires_grad_(False)
+            step.backward(lambda m, b: ((m(b[0]) * temperature).square().sum(), len(b[0])))
+            break
+
+
+def test_a_step_is_used_in_its_own_turn(tmp_path: Path) -> None:
+    with training_run(tmp_path / "run") as run:
+        run.prepare(nn.Linear(12, 4))
+        before = None
+        for step in run.steps(numbers(), epochs=1):
+            if before is not None:
+                with pytest.raises(UsageError, match="step 0 is over"):
+                    before.backward(lambda m, b: (m(b[0]).sum(), len(b[0])))
+                with pytest.raises(UsageError, match="step 0 is over"):
+                    before.total(len)
+                break
+            before = step
+    with pytest.raises(UsageError, match=r"after the run had ended"):
+        run.all_reduce(1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_dtypes_that_change_and_conjugated_gradients(world_size: int, tmp_path: Path) -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+            self.last = nn.Linear(12, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.last(x) + self.v.conj().resolve_conj().imag
+            return result
+
+    def work(directory: Path) -> list[str]:
+        with training_run(directory) as run:
+            model = run.prepare(Waves())
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            steps = run.steps(numbers(), epochs=2)
+            run.restore(model=model, optimizer=optimizer)
+            for step in steps:
+                if step.number == 3:
+                    model.last.double()
+                step.backward(lambda m, b: (m(b[0].to(m.last.weight.dtype)).square().sum(), len(b[0])))
+                optimizer.step()
+                optimizer.zero_grad()
+        return fingerprints(run)
+
+    alone = work(tmp_path / "alone")
+    assert all(found == alone for found in run_ranks(work, world_size, tmp_path / "run"))
 
 
 def test_the_model_stays_the_bare_module(tmp_path: Path) -> None:

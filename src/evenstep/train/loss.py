@@ -116,14 +116,23 @@ def _kind(value: object) -> str:
 
 
 def check_additive(
-    evaluate: Callable[[Any, int], tuple[float, float | None]], batch: object, halves: Sequence[object]
+    evaluate: Callable[[Any, int], tuple[float, float | None]], batch: object, halves: Sequence[object], exact: bool
 ) -> None:
     """LossError unless the loss of `batch` is the sum of the losses of its two halves.
 
     `evaluate(batch, draw)` gives (sum, weight), with random numbers keyed by `draw`. A loss that draws random numbers
-    (noise, time steps) is compared in the mean over some draws.
+    (noise, time steps) is compared in the mean over some draws; one that gives another value for the same draw has
+    a state of its own and is refused too (where `exact`).
     """
     whole = [evaluate(batch, 0), evaluate(batch, 1)]
+    again = evaluate(batch, 0)
+    if exact and repr(again) != repr(whole[0]):  # repr: a NaN equals itself
+        raise LossError(
+            f"the loss of one micro-batch, computed twice, is {whole[0][0]!r} and then {again[0]!r}: the model or the "
+            "loss function has a state or a random generator of its own, so the result would depend on the layout",
+            do="draw from the global generators of torch, numpy and random, which are keyed for every micro-batch; "
+            "keep no hidden state from one micro-batch for the next",
+        )
     parts = [[evaluate(half, draw) for half in halves] for draw in (0, 1)]
     _check_weights(whole[0][1], [w for _, w in parts[0]])
     random = whole[0][0] != whole[1][0] or parts[0] != parts[1]
@@ -182,24 +191,6 @@ def refuse_batch_statistics(models: Sequence[nn.Module]) -> None:
                     "process computes which micro-batch",
                     do="use track_running_stats=False",
                 )
-
-
-def buffer_versions(models: Sequence[nn.Module]) -> list[tuple[str, Tensor, int]]:
-    """Every buffer with its count of writes."""
-    return [(name, b, b._version) for model in models for name, b in model.named_buffers()]
-
-
-def refuse_written_buffers(before: Sequence[tuple[str, Tensor, int]], models: Sequence[nn.Module]) -> None:
-    """UsageError that names the buffers which a training forward wrote or replaced."""
-    now = {name: (b, version) for name, b, version in buffer_versions(models)}
-    wrote = [name for name, b, version in before if name in now and (now[name][0] is not b or now[name][1] != version)]
-    if wrote:
-        raise UsageError(
-            f"the forward pass writes the model's own state in training: {', '.join(wrote)}. On several processes each "
-            "would write what its own micro-batches give",
-            do="update it once a step, outside the loss function, from values that step.backward returns; "
-            "or put the layer into eval mode (spectral_norm, statistics of normalisation layers)",
-        )
 
 
 @contextmanager

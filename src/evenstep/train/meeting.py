@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from evenstep.errors import MismatchError, PeerFailed
+from evenstep.errors import MismatchError, PeerFailed, UsageError
 
 _HEADER = 32  # bytes: 16 of the call's hash, 8 of the payload's length, 8 spare
 _DETAIL = 2048  # bytes of JSON that say what a process is at, sent only when calls differ
@@ -47,6 +47,7 @@ class Meeting:
     world_size: int
     group: dist.ProcessGroup | None = None
     last: str = field(default="the start of the script", init=False)  # what was reached last, for messages
+    closed: bool = field(default=False, init=False)
 
     def exchange(self, kind: str, payload: bytes = b"", *, signature: str = "", site: str | None = None) -> list[bytes]:
         """Each process's `payload`, by rank. Payloads may differ in length.
@@ -55,6 +56,8 @@ class Meeting:
         where None); else every process gets a MismatchError that names ranks, calls and lines. A process that has
         gone gives PeerFailed.
         """
+        if self.closed:
+            raise UsageError(f"{kind} was called after the run had ended", do="call it before run.close()")
         site = call_site() if site is None else site
         self.last = _place(kind, site)
         if self.group is None:

@@ -75,6 +75,19 @@ class Models:
                 found.setdefault(id(p), (f"{name}.{parameter_name}".lstrip("."), p))
         return list(found.values())
 
+    def trained_by(self, optimizer: torch.optim.Optimizer, name: str) -> bool:
+        """Whether the optimizer updates parameters of prepared models. UsageError if it updates others too."""
+        known = {id(p) for _, p in self.parameters()}
+        theirs = [id(p) in known for group in optimizer.param_groups for p in group["params"]]
+        strangers = theirs.count(False)
+        if strangers and any(theirs):
+            raise UsageError(
+                f"{name} updates {strangers} parameters that belong to no prepared model: their gradients would "
+                "differ between processes",
+                do="prepare every model before its optimizer is made; put single parameters into a module",
+            )
+        return any(theirs)
+
     def _parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         now = tuple(model.parameters())
         before = self._known.get(id(model), ())

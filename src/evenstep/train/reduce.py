@@ -103,7 +103,7 @@ class Reducer:
         self.active: Reduction | None = None
         self.names: dict[int, str] = {}  # id of a parameter -> name
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
-        self._buckets: dict[tuple[int, ...], list[Bucket]] = {}
+        self._buckets: dict[tuple[tuple[int, torch.dtype, torch.device], ...], list[Bucket]] = {}
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def watch(self, named: Named) -> None:
@@ -125,9 +125,10 @@ class Reducer:
         return self.active
 
     def buckets(self, params: list[torch.nn.Parameter]) -> list[Bucket]:
-        key = tuple(map(id, params))
+        key = tuple((id(p), p.dtype, p.device) for p in params)
         if key not in self._buckets:
-            old = [k for k in self._buckets if not set(k).isdisjoint(key)]
+            ids = set(map(id, params))
+            old = [k for k in self._buckets if not ids.isdisjoint(part[0] for part in k)]
             for k in old:  # frozen or unfrozen since: the old buckets' memory goes
                 del self._buckets[k]
             self._buckets[key] = _fill_buckets(params)
@@ -181,6 +182,7 @@ class Reduction:
         self.bucket_of = [k for k, b in enumerate(self.buckets) for _ in b.params]
         self.launched = 0
         self.last = False  # the share's last micro-batch is under way: full buckets leave
+        self.computing = False  # a loss is being computed: no gradient may come now
         self.opened = False
         self.failed = False
         self.divisor: float | None = None
@@ -198,6 +200,11 @@ class Reduction:
                 f"the loss gave a gradient to {name}, whose model was not given to step.backward",
                 do="give every model that the loss trains: step.backward(loss_fn, first, second); "
                 "use .detach() or requires_grad_(False) for one that it only passes through",
+            )
+        if self.computing:
+            raise LossError(
+                "the loss function calls backward() itself",
+                do="leave backward to step.backward; for gradients inside a loss use torch.autograd.grad",
             )
         if k in self.fired:
             raise LossError(
@@ -290,7 +297,7 @@ class Reduction:
     # ---- the leaves of this process
 
     def _take(self) -> list[Tensor | None]:
-        grads = [p.grad for p in self.params]
+        grads = [None if p.grad is None else p.grad.resolve_conj().resolve_neg() for p in self.params]
         for p in self.params:
             p.grad = None
         return grads

@@ -22,11 +22,12 @@ from evenstep.record.paths import RunPaths
 from evenstep.record.publish import write_whole
 from evenstep.train import collectives
 from evenstep.train.checkpoint import Saved, State
-from evenstep.train.data import Reader, checked_dataset, choose_order, shares
+from evenstep.train.data import Reader, checked_dataset, choose_order, probe, shares
 from evenstep.train.evaluate import evaluate, predict
 from evenstep.train.journal import Journal
 from evenstep.train.models import Models
 from evenstep.train.norm import clip_
+from evenstep.train.optimizers import OptimizerWatch
 from evenstep.train.options import Options
 from evenstep.train.progress import plan_lines
 from evenstep.train.randomness import Randomness, key
@@ -61,6 +62,8 @@ class Run:
         self._saved = Saved(self._models, self._meeting, self._checkpoints)
         self._journal = Journal(paths, self.rank)
         self._steps: Steps | None = None
+        self._data: Any = None
+        self._about_data: dict[str, object] = {}  # what of it must be the same after a resume
         self._cursor = 0
         self._done = 0  # optimizer steps since the start of the run
         self._epoch = 0
@@ -69,7 +72,7 @@ class Run:
         self._checkpoint_at: int | None = None  # after which step the last checkpoint was tried or found
         self._failure: str | None = None  # why it could not be written, on rank 0
         self._fingerprint: tuple[int, str] | None = None  # the newest one, and after which step
-        self._evaluations = 0
+        self._optimizers = OptimizerWatch(self._models, self._saved)
         atexit.register(self._at_exit)
 
     # ---- before the loop
@@ -109,6 +112,9 @@ class Run:
         processes of this process; their number changes no bit. `drop_last`: leave out the samples that do not fill a
         global batch.
 
+        Loader processes live as long as the loop and do not see what it changes in the data set; for a curriculum give
+        the data set a method `set_epoch(epoch)`, which is called before the first sample of an epoch is read.
+
         The generators of torch, numpy and random are keyed for every sample, collate call and micro-batch, so
         augmentation and dropout do not depend on the layout.
         """
@@ -127,6 +133,7 @@ class Run:
             )
 
         loop = Loop(self._begin_loop, read, self._begin_step, self._after_step, self._finish)
+        self._data = data
         self._steps = Steps(schedule, chosen, loop)
         return self._steps
 
@@ -193,7 +200,6 @@ class Run:
         `fn(*models, batch)` returns (sum over samples, weight), or a dict {name: (sum, weight)}; the result is a
         number, or a dict of numbers. Models are in eval mode, without gradients. They default to all prepared ones.
         """
-        self._evaluations += 1
         return evaluate(data, fn, self._models.chosen(models), collate=collate, loaders=loaders, **self._evaluation())
 
     def predict(
@@ -209,7 +215,6 @@ class Run:
         `fn(*models, batch)` returns tensors (dimension 0: the samples) or lists (one entry a sample), or a nest of
         them. Tensors come back on the CPU. So metrics of torchmetrics or scikit-learn do not depend on the layout.
         """
-        self._evaluations += 1
         return predict(data, fn, self._models.chosen(models), collate=collate, loaders=loaders, **self._evaluation())
 
     def _evaluation(self) -> dict[str, Any]:
@@ -273,10 +278,13 @@ class Run:
                     "checkpoints were asked for, and the script does not call run.restore, which says what they hold",
                     do="run.restore(model=model, optimizer=optimizer, ...) before the loop",
                 )
+        if self._restored:
+            self._saved.check()
         self._check_data(schedule, order)
         first = self._first_step(schedule)
         self._looping = True
         self._models.first_step = first
+        self._optimizers.begin(restored=self._restored)
         self._journal.begin(schedule, self._done, first, self._plan(schedule))
         self._journal.emit(
             "loop",
@@ -291,18 +299,19 @@ class Run:
         """UsageError on every process where they would read different data."""
         begin, end = min(_ORDER_SAMPLE, order.length), max(0, order.length - _ORDER_SAMPLE)
         sample = [*order.indices(0, 0, begin).tolist(), *order.indices(0, end, order.length).tolist()]
-        said = {
+        self._about_data = {
             "samples": schedule.samples,
-            "steps": len(schedule),
             "drop_last": schedule.drop_last,
             "order": f"{key(*sample):x}",
         }
+        first = probe(self._data, order, seed=self._options.seed)
+        said = {**self._about_data, "steps": len(schedule), "first sample": first}
         answers = self._meeting.exchange("run.steps", json.dumps(said).encode(), site="")
         for rank, answer in enumerate(answers):
             if json.loads(answer) != json.loads(answers[0]):
                 raise UsageError(
                     f"rank {rank} has {json.loads(answer)}, rank 0 has {json.loads(answers[0])}: "
-                    "the data set, its length or its order differs between processes",
+                    "the data set, its length, its samples or its order differs between processes",
                     do="give every process the whole data set, in one order; evenstep chooses what each one reads",
                 )
 
@@ -319,10 +328,10 @@ class Run:
         if self._checkpoint_at is None:
             return 0
         about = self._checkpoints.about(self._checkpoint_at)
-        for name, now in (("samples", schedule.samples), ("drop_last", schedule.drop_last)):
-            if about[name] != now:
+        for name, now in self._about_data.items():
+            if about[name] != now and not (name == "order" and self._options.allow_other_identity):
                 raise IdentityError(
-                    f"the checkpoint was made with {name}={about[name]}, now it is {now}: the order would be another",
+                    f"the checkpoint was made with {name}={about[name]}, now it is {now}: the rest would be another",
                     do="go on with the same data set and options, or start a new run directory with --run DIR",
                 )
         return schedule.step_at(self._cursor)
@@ -344,6 +353,7 @@ class Run:
         self._randomness.begin_step(plan.number)
         step = Step(plan, batches, self._models, self._reducer, self._randomness, self._meeting, self.device)
         self._open_step = plan, step
+        self._optimizers.step = step
         return step
 
     def _after_step(self, plan: StepPlan, step: Step) -> None:
@@ -360,16 +370,13 @@ class Run:
     # ---- checkpoints and the end
 
     def _checkpoint(self) -> None:
-        assert self._steps is not None
-        schedule = self._steps.schedule
         fingerprint = self._fingerprint_now()
         about = {
             "step": self._done,
             "cursor": self._cursor,
             "epoch": self._epoch,
-            "samples": schedule.samples,
-            "drop_last": schedule.drop_last,
             "fingerprint": fingerprint,
+            **self._about_data,
         }
         began = time.monotonic()
         self._failure = self._saved.save(self._done, about, self._options.keep)
@@ -394,11 +401,12 @@ class Run:
         """The loop is over, or was left: the last checkpoint, the model, the fingerprint."""
         if self._finished or not self._looping:
             return
-        if self._open_step is not None:  # left by break: a step that got its gradients counts as done
+        if self._open_step is not None:  # left by break: a step whose gradients an optimizer used counts as done
             plan, step = self._open_step
-            if step.result is not None:
+            if step.stepped:
                 self._after_step(plan, step)
             self._open_step = None
+        self._optimizers.end()
         self._finished = True
         assert self._steps is not None
         self._journal.end_progress()
@@ -420,9 +428,28 @@ class Run:
                     f"the last checkpoint could not be written: {self._failure}",
                     do="make room on the disk and start again: the run goes on from the checkpoint before",
                 )
-            save_model(self._paths.model, dict(zip(self._models.names(), self._models.all, strict=True)))
+            left_out = save_model(self._paths.model, dict(zip(self._models.names(), self._models.all, strict=True)))
+            if left_out:
+                self._journal.say(
+                    f"{self._paths.model.name} cannot hold {', '.join(left_out)}; the checkpoint has them"
+                )
             write_whole(self._paths.finished, (json.dumps(said) + "\n").encode())
         self._journal.emit("finished", **said)
+
+    def _finish_if_over(self) -> None:
+        """A loop that was left by break is over. One that was left by an exception can go on another time."""
+        if self._finished or not self._looping:
+            return
+        assert self._steps is not None
+        if self._steps.left_by_break:
+            self._finish()
+        else:
+            self._journal.end_progress()
+            self._journal.emit("interrupted", step=self._done)
+            self._journal.say(
+                f"the loop was left by an exception in step {self._done}: the run is not finished. It goes on with "
+                f"--run {self.directory}"
+            )
 
     def _read_finished(self) -> dict[str, Any] | None:
         try:
@@ -456,13 +483,15 @@ class Run:
             if failed:
                 self._journal.emit("failed", step=self._done, at=self._meeting.last)
             else:
-                self._finish()
+                self._finish_if_over()
                 self._meeting.exchange("the end of the script", site="")
                 self._journal.emit("end")
                 if self._finished and self._fingerprint is not None and self.rank == 0:
                     print(f"fingerprint: {self._fingerprint[1]}", flush=True)
         finally:
             self._reducer.close(wait=not failed)
+            self._optimizers.end()
+            self._meeting.closed = True
             self._journal.close()
             if not failed:
                 disconnect(self._ground)

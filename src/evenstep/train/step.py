@@ -19,17 +19,16 @@ from evenstep.train.batch import split_batch, to_device
 from evenstep.train.loss import (
     Leaf,
     LossFn,
-    buffer_versions,
     check_additive,
     evaluating,
     leaf,
     naming_nondeterministic,
     refuse_batch_statistics,
     refuse_tensor,
-    refuse_written_buffers,
 )
 from evenstep.train.meeting import Meeting, call_site
 from evenstep.train.models import Models
+from evenstep.train.purity import Untouched, refuse_strangers
 from evenstep.train.randomness import Randomness
 from evenstep.train.reduce import Reducer
 
@@ -66,6 +65,8 @@ class Step:
     ) -> None:
         self.number, self.epoch, self.ends_epoch, self.samples = plan.number, plan.epoch, plan.ends_epoch, plan.samples
         self.result: Result | None = None  # of the last call of backward
+        self.stepped = False  # an optimizer has used it
+        self._over = False
         self._leaves, self._plan = plan.micro_batches, plan
         self._shares = [share(self._leaves, meeting.world_size, rank) for rank in range(meeting.world_size)]
         self._share = self._shares[meeting.rank]
@@ -89,6 +90,7 @@ class Step:
         processes get PeerFailed.
         """
         refuse_tensor(loss_fn)
+        self._refuse_if_over()
         chosen = self._models.chosen(models)
         call = self._calls
         self._calls += 1
@@ -103,6 +105,7 @@ class Step:
             totals = step.total(lambda batch: {"boxes": n_boxes(batch), "pixels": n_pixels(batch)})
             step.backward(lambda model, batch: (boxes / totals["boxes"] + pixels / totals["pixels"], None))
         """
+        self._refuse_if_over()
         error: Exception | None = None
         rows: list[Any] = []
         single = False
@@ -143,6 +146,13 @@ class Step:
         if self._share:
             self._batch(self._share[-1])
         self._read.clear()
+        self._over = True
+
+    def _refuse_if_over(self) -> None:
+        if self._over:
+            raise UsageError(
+                f"step {self.number} is over: the loop has gone on", do="use a step inside its own turn of the loop"
+            )
 
 
 class _OnlyInTraining(Exception):
@@ -156,6 +166,7 @@ class _Backward:
         self.step, self.loss_fn, self.models, self.call, self.site = step, loss_fn, models, call, site
         self.first = step.number == step._models.first_step and call == 0
         self.leaves: dict[int, Leaf] = {}
+        self.graph = False  # some loss of this process has one
         self.failed: str | None = None
         self.result: Result | None = None
 
@@ -164,7 +175,8 @@ class _Backward:
         refuse_batch_statistics(self.models)
         named = step._models.parameters(self.models)
         step._reducer.watch(step._models.parameters())
-        reduction = step._reducer.start(named, step._leaves, step._shares)
+        self.untouched = Untouched(self.models)
+        reduction = self.reduction = step._reducer.start(named, step._leaves, step._shares)
         self.trained = str(len(reduction.params)) if step._meeting.world_size == 1 else _digest(reduction.names)
         try:
             with step._randomness.keyed(), naming_nondeterministic(self.first):
@@ -172,12 +184,15 @@ class _Backward:
                     self._first_checks()
                 for i in step._share:
                     loss = self._leaf(i)
+                    if self.first and i == step._share.start:
+                        refuse_strangers(loss, {id(p) for _, p in step._models.parameters()})
                     if i == step._share[-1]:
                         reduction.open(self._meet)
                     if loss.requires_grad:
                         loss.backward()
                     del loss
                     reduction.leaf_done()
+                self.untouched.check_buffers()
                 if not step._share:
                     reduction.open(self._meet)
         except Exception as error:
@@ -190,6 +205,7 @@ class _Backward:
         reduction.finish(self._tell)
         assert self.result is not None
         step.result = self.result
+        step.stepped = False
         return self.result
 
     def _leaf(self, i: int) -> torch.Tensor:
@@ -198,14 +214,20 @@ class _Backward:
         batch = step._batch(i)
         step._randomness.begin_micro_batch(step.number, self.call, i)
         with torch.enable_grad():
-            look = self.first and i == step._share.start
-            versions = buffer_versions(self.models) if look else []
-            found = leaf(self.loss_fn(*self.models, batch), i)
-            if look:
-                refuse_written_buffers(versions, self.models)
+            found = leaf(self._computed(batch), i)
         total = found.total
+        self.graph = self.graph or total.requires_grad
         self.leaves[i] = Leaf(total.detach(), found.value, found.weight, found.metrics)
         return total
+
+    def _computed(self, batch: Any) -> Any:
+        """What the loss function returns for `batch`, with nothing else changed."""
+        self.reduction.computing = True
+        try:
+            with self.untouched.while_computing(batch):
+                return self.loss_fn(*self.models, batch)
+        finally:
+            self.reduction.computing = False
 
     def _first_checks(self) -> None:
         """Once a run, on the process that has micro-batch 0: is the loss additive over samples?"""
@@ -221,20 +243,26 @@ class _Backward:
         def evaluate(part: Any, draw: int) -> tuple[float, float | None]:
             step._randomness.begin("additive", step.number, draw)
             try:
-                found = leaf(self.loss_fn(*self.models, part), 0)
+                returned = self._computed(part)
+            except (LossError, UsageError):
+                raise  # it changes what it must not
             except Exception as error:
+                raise _OnlyInTraining from error
+            try:
+                found = leaf(returned, 0)
+            except LossError as error:
                 raise _OnlyInTraining from error
             return found.value, found.weight
 
         with evaluating(self.models), suppress(_OnlyInTraining):
-            check_additive(evaluate, batch, halves)
+            check_additive(evaluate, batch, halves, step._reducer.exact)
 
     # ---- what processes tell each other
 
     def _meet(self) -> float | None:
         """Exchanges losses and weights; returns what the gradients are divided by."""
         rows = [] if self.failed else [(x.value, x.weight, x.metrics) for _, x in sorted(self.leaves.items())]
-        said = {"failed": self.failed, "trained": self.trained, "rows": rows}
+        said = {"failed": self.failed, "trained": self.trained, "graph": self.graph, "rows": rows}
         answers = self.step._exchange("step.backward", said, self.site)
         if self.failed is not None:
             return None
@@ -243,6 +271,11 @@ class _Backward:
             raise UsageError(
                 "the processes train different parameters: requires_grad is not the same everywhere",
                 do="freeze and unfreeze the same parameters at the same step on every process",
+            )
+        if not any(a["graph"] for a in answers):
+            raise LossError(
+                "no loss of this step depends on a parameter: there is nothing to differentiate",
+                do="return the loss as computed, without .detach(), torch.no_grad() or .item()",
             )
         self.result = _result([row for answer in answers for row in answer["rows"]], self.step.number)
         return self.result.weight

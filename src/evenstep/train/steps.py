@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from evenstep.errors import UsageError
@@ -33,6 +37,7 @@ class Steps:
         self.schedule, self.order = schedule, order
         self._loop = loop
         self._begun = False
+        self.left_by_break = False
 
     def __len__(self) -> int:
         return len(self.schedule)
@@ -52,7 +57,27 @@ class Steps:
             for number in range(first, len(self.schedule)):
                 plan = self.schedule.step(number)
                 step = self._loop.step(plan, batches)
-                yield step
+                try:
+                    yield step
+                except GeneratorExit:
+                    self.left_by_break = _left_by_break()
+                    raise
                 step._close()
                 self._loop.after(plan, step)
         self._loop.finish()
+
+
+def _left_by_break() -> bool:
+    """Whether the loop around the generator that is being closed was left by break or return, not by an exception.
+
+    Both close it, and nothing says which. But after a break the loop's frame stands at the instruction that drops the
+    iterator; with an exception it stands where that was raised. A generator in between (tqdm's) is passed over.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("POP_TOP", "POP_ITER"):
+            return True
+        if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return False
+        frame = frame.f_back
+    return False
