@@ -285,6 +285,85 @@ def test_a_sample_that_raises_is_named(loaders: int, kind: type[Bad]) -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_what_ended_the_reading_is_raised_again_and_is_no_end_of_the_data(loaders: int) -> None:
+    with Reader(Bad(16), Natural(16), shares(Schedule(16, 4, 4, epochs=1), 1, 0), seed=0, loaders=loaders) as reader:
+        with pytest.raises(DataError, match="sample 13") as first:
+            list(reader)
+        for _ in range(2):
+            with pytest.raises(DataError) as again:
+                next(reader)
+            assert again.value is first.value
+            assert again.value.__cause__ is not None
+    order = choose_order(range(4), seed=0, order=lambda epoch: [0, 1, 2, 3][: 4 - epoch])
+    with Reader(
+        range(4), order, shares(Schedule(4, 4, 4, epochs=2), 1, 0), seed=0, loaders=loaders, prefetch=1
+    ) as reader:
+        for _ in range(2):
+            with pytest.raises(UsageError, match=r"order\(1\) has 3 indices"):
+                list(reader)
+
+
+class Curriculum(Drawing):
+    """Each sample: the epoch that it was told, a draw that was made then, and whether that was in this process."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.epoch, self.noise, self.told = -1, -1.0, list[int]()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.noise = epoch, random.random()
+        self.told.append(epoch)
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.epoch, self.noise, len(set(self.told)) == len(self.told)
+
+
+@pytest.mark.parametrize("subset", [False, True])
+def test_a_data_set_is_told_each_epoch_in_every_process_that_reads(subset: bool) -> None:
+    def data() -> Any:
+        return Subset(Curriculum(9), range(8)) if subset else Curriculum(8)
+
+    schedule = Schedule(8, 4, 2, epochs=3)
+    alone = read(data(), schedule)
+    for (step, _), (_, epoch, _, once) in alone.items():
+        assert epoch.tolist() == [step // 2] * 2
+        assert once.all()
+    assert len({batch[2][0].item() for batch in alone.values()}) == 3
+    for world_size, loaders in [(1, 2), (2, 0), (2, 1)]:
+        other = read(data(), schedule, world_size, loaders)
+        assert other.keys() == alone.keys()
+        assert all(same(alone[k][:3], other[k][:3]) for k in alone)
+    late = read(data(), schedule, loaders=2, first_step=3)
+    assert all(same(alone[k], late[k]) for k in late)
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_the_training_process_is_told_the_epoch_of_what_it_gets(loaders: int) -> None:
+    data = Curriculum(4)
+    with Reader(data, Natural(4), shares(Schedule(4, 2, 2, epochs=2), 1, 0), seed=0, loaders=loaders) as reader:
+        reader.begin_epoch(0)
+        assert data.epoch == 0
+        assert [(m.epoch, data.epoch) for m, _ in reader] == [(0, 0), (0, 0), (1, 1), (1, 1)]
+    assert data.told == [0, 1]
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_a_set_epoch_that_raises_is_named(loaders: int) -> None:
+    class Unready(Drawing):
+        def set_epoch(self, epoch: int) -> None:
+            raise OSError("no file for it")
+
+    where = "in loader process 0" if loaders else "in the training process"
+    with Reader(Unready(4), Natural(4), [MicroBatch(0, 2, 0, 0, 4)], seed=0, loaders=loaders) as reader:
+        with pytest.raises(
+            DataError, match=rf"set_epoch\(2\) of the data set failed on rank 0, {where}: OSError: no f"
+        ):
+            next(reader)
+        with pytest.raises(DataError, match=r"set_epoch\(1\).*in the training process: OSError"):
+            reader.begin_epoch(1)
+
+
 def test_samples_of_different_sizes_are_told_to_pad() -> None:
     micro_batches = [MicroBatch(0, 0, 0, 16, 20)]
     with (
@@ -610,6 +689,20 @@ def test_a_function_gives_each_epoch_its_order() -> None:
     assert [other.indices(0, 0, 3).tolist(), other.indices(0, 3, 6).tolist()] == [first[:3], first[3:]]
     with pytest.raises(UsageError, match=r"order\(2\) has 5 indices, but order\(0\) has 6"):
         chosen.indices(2, 0, 3)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_function_that_is_none_of_the_epoch_is_refused(in_place: bool) -> None:
+    rng, indices = np.random.default_rng(0), np.arange(10)
+
+    def order(epoch: int) -> Any:
+        if in_place:
+            rng.shuffle(indices)
+            return indices
+        return rng.permutation(10)
+
+    with pytest.raises(UsageError, match=r"(?s)order\(0\) gave two different orders.*default_rng\(epoch\)"):
+        choose_order(range(10), seed=0, order=order)
 
 
 @pytest.mark.parametrize(

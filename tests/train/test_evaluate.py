@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from evenstep.errors import DataError, EvenstepError, PeerFailed, UsageError
+from evenstep.errors import DataError, EvenstepError, MismatchError, PeerFailed, UsageError
+from evenstep.train import collectives
 from evenstep.train.evaluate import evaluate, predict
 from evenstep.train.meeting import Meeting
 from evenstep.train.randomness import Randomness
@@ -149,6 +151,81 @@ def test_a_function_that_raises_on_one_process_ends_the_call_on_all(call: Callab
     found = on(3, lambda m: call(DATA, fn, [], **arguments(m)))
     assert [type(error) for error in found] == [PeerFailed, ZeroDivisionError, PeerFailed]
     assert f"rank 1 failed in {call.__name__}: ZeroDivisionError: sample 20" in str(found[0])
+
+
+@pytest.mark.parametrize("where", ["fn", "data"])
+def test_a_call_on_one_process_alone_ends_the_call_on_all_and_waits_for_nobody(where: str) -> None:
+    receive, send = os.pipe()
+
+    def rank() -> Any:
+        dist.init_process_group("gloo")
+        meeting = Meeting(dist.get_rank(), 2, dist.group.WORLD)
+
+        def alone(at: str) -> None:
+            if meeting.rank == 0 and at == where:
+                collectives.reduce(meeting, 1.0)
+
+        class Calling(list[int]):
+            def __getitem__(self, index: Any) -> Any:
+                alone("data")
+                return index
+
+        def fn(batch: Any) -> Any:
+            alone("fn")
+            return 1, 1
+
+        with pytest.raises((MismatchError, DataError)) as raised:
+            evaluate(Calling(range(9)), fn, [], **arguments(meeting))
+        if meeting.rank == 0:
+            os.write(send, b".")
+        else:
+            os.read(receive, 1)  # the other one is through, too, and has not waited for this one to leave
+        dist.destroy_process_group()
+        return str(raised.value)
+
+    try:
+        found = run_ranks(rank, 2, timeout=20)
+    finally:
+        os.close(receive)
+        os.close(send)
+    assert all("rank 0: " in text and "rank 1: evaluate" in text for text in found)
+
+
+def test_an_evaluation_inside_another_that_fails_on_one_process_ends_both_on_all() -> None:
+    def work(meeting: Meeting) -> Any:
+        def failing(batch: Any) -> Any:
+            if meeting.rank == 1:
+                raise ZeroDivisionError("inner")
+            return 1, 1
+
+        def fn(batch: Any) -> Any:
+            return evaluate([1, 2], failing, [], **one_each), 1
+
+        one_each = {**arguments(meeting), "micro_batch": 1}
+        try:
+            return evaluate([1, 2], fn, [], **one_each)
+        finally:
+            meeting.exchange("after")  # all are still there, and at one place
+
+    found = on(2, work)
+    assert [type(error) for error in found] == [PeerFailed, ZeroDivisionError]
+
+
+def test_an_evaluation_leaves_the_epoch_of_the_data_set_to_the_training() -> None:
+    class Curriculum(list[int]):
+        epoch = 3
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __getitem__(self, index: Any) -> Any:
+            return self.epoch
+
+    for loaders in (0, 1):
+        found = evaluate(
+            Curriculum(range(9)), lambda b: (b.sum(), len(b)), [], loaders=loaders, **arguments(Meeting(0, 1))
+        )
+        assert found == 3.0
 
 
 def test_a_sample_that_raises_on_one_process_ends_the_call_on_all() -> None:

@@ -68,13 +68,21 @@ def _is_array(part: object) -> bool:
 class PerEpoch:
     """An order from the user's function epoch -> indices, each epoch of the same length.
 
-    It is called with keyed generators, so that torch.randperm in it gives the same on every process.
+    It is called with keyed generators, so that torch.randperm in it gives the same on every process. UsageError if it
+    gives another order when it is asked again: a resumed run would go through other samples.
     """
 
     def __init__(self, function: Callable[[int], object], samples: int, seed: int) -> None:
         self._function, self._samples, self._seed = function, samples, seed
-        self._current = -1, self._read(0)
+        self._current = 0, self._read(0)
         self.length = len(self._current[1])
+        if not np.array_equal(self._current[1], self._read(0)):
+            raise UsageError(
+                "order(0) gave two different orders: the function draws from a generator of its own, or keeps a state, "
+                "so a resumed run would go through other samples",
+                do="let it follow from the epoch alone: torch.randperm(n), which evenstep keys, or "
+                "numpy.random.default_rng(epoch).permutation(n)",
+            )
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         if self._current[0] != epoch:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from evenstep.errors import EvenstepError, PeerFailed, UsageError
+from evenstep.errors import EvenstepError, MismatchError, PeerFailed, UsageError
 from evenstep.plan.order import Natural
 from evenstep.plan.schedule import Schedule
 from evenstep.plan.tree import Node, combine, share, subtrees, tree_sum
@@ -146,7 +146,17 @@ def _reader(
     seed = key(randomness.seed, what)
     pin = torch.device(device).type == "cuda"
     order = Natural(len(data))
-    return Reader(data, order, mine, seed=seed, rank=meeting.rank, collate=collate, loaders=loaders, pin=pin)
+    return Reader(
+        data,
+        order,
+        mine,
+        seed=seed,
+        rank=meeting.rank,
+        collate=collate,
+        loaders=loaders,
+        pin=pin,
+        set_epoch=False,  # the training's epoch, or the one that the script has set
+    )
 
 
 def _run(
@@ -170,6 +180,8 @@ def _together(meeting: Meeting, kind: str, signature: str, work: Callable[[], by
     try:
         done = b"+" + work()
     except Exception as error:
+        if _was_met(error):
+            raise
         told = f"{type(error).__name__}: {error}".encode()
         with contextlib.suppress(EvenstepError):  # ours is the reason, whatever has become of the others
             meeting.exchange(kind, b"-" + told, signature=signature)
@@ -179,6 +191,21 @@ def _together(meeting: Meeting, kind: str, signature: str, work: Callable[[], by
         if answer[:1] == b"-":
             raise PeerFailed(f"rank {rank} failed in {kind}: {answer[1:].decode()}", do=f"see the log of rank {rank}")
     return [answer[1:] for answer in answers]
+
+
+def _was_met(error: BaseException) -> bool:
+    """Whether `error` says that processes have missed each other, at a call of evenstep in the user's function.
+
+    The others have theirs by now, and do not come to a further meeting. A PeerFailed that processes have agreed on
+    (from an evaluation inside this one) is none of these: where the reason is, that process comes and tells it.
+    """
+    at: BaseException | None = error
+    while at is not None:
+        lost_contact = isinstance(at, PeerFailed) and isinstance(at.__cause__, RuntimeError)
+        if isinstance(at, MismatchError) or lost_contact:
+            return True
+        at = at.__cause__
+    return False
 
 
 # ---- sums
