@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import gc
 import json
+import random
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from evenstep.errors import CheckpointError, EvenstepError, MachineError, UsageError
+from evenstep.errors import CheckpointError, EvenstepError, MachineError, MismatchError, UsageError
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.train import fingerprint
-from evenstep.train.meeting import Meeting
+from evenstep.train.meeting import Meeting, ranks_text
 from evenstep.train.models import Models
-from evenstep.train.state import load_tree, save_tree
+from evenstep.train.state import check_tensor, check_tree, load_tree, save_tree
+
+_SHOWN = 8  # how many of the things that differ an error names
 
 
 class State:
@@ -48,6 +53,7 @@ class Saved:
         self.models, self.meeting, self.checkpoints = models, meeting, checkpoints
         self.objects: dict[str, Any] = {}
         self.values = State({})
+        self._taken = False
 
     def take(self, given: Mapping[str, Any]) -> None:
         """Sorts what restore was given into objects and values. UsageError for what would go wrong later."""
@@ -71,7 +77,21 @@ class Saved:
                 values[name] = thing
         self._check_models(objects)
         self._check_optimizers(objects)
-        self.objects, self.values = objects, State(values)
+        for name, value in values.items():
+            _check_value(value, name)
+        for name, thing in objects.items():
+            _check_object(thing, name)
+        self.objects, self.values, self._taken = objects, State(values), True
+
+    def check(self) -> None:
+        """UsageError where what restore was given is not all there is: models or schedulers that were made after it."""
+        if self._taken:
+            self._check_models(self.objects)
+            self._check_optimizers(self.objects)
+
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether restore was given this optimizer."""
+        return any(thing is optimizer for thing in self.objects.values())
 
     def _check_models(self, objects: Mapping[str, Any]) -> None:
         for k, model in enumerate(self.models.all):
@@ -81,11 +101,17 @@ class Saved:
                     "it would not be saved",
                     do="run.restore(model=model, optimizer=optimizer, ...)",
                 )
+        known = {id(p) for _, p in self.models.parameters()}
+        optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
+        trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        strangers = trained - known
         for name, thing in objects.items():
-            if isinstance(thing, nn.Module) and any(p.requires_grad for p in thing.parameters()):
-                known = {id(p) for _, p in self.models.parameters()}
-                if not all(id(p) in known for p in thing.parameters()):
-                    raise UsageError(f"{name} was not prepared", do=f"{name} = run.prepare({name}) before restore")
+            # Others may be given too: an average of a model's weights has parameters that nothing trains.
+            if isinstance(thing, nn.Module) and any(id(p) in strangers for p in thing.parameters()):
+                raise UsageError(
+                    f"{name} was not prepared, and an optimizer updates it",
+                    do=f"{name} = run.prepare({name}) before its optimizer is made",
+                )
 
     def _check_optimizers(self, objects: Mapping[str, Any]) -> None:
         known = {id(p) for _, p in self.models.parameters()}
@@ -137,9 +163,38 @@ class Saved:
         self._check_names(folder, tree)
         for name, thing in self.objects.items():
             _load(thing, tree["objects"][name], name, folder)
+        for name, model in self._prepared():
+            _load_parameters(model, tree["parameters"][name])
         for name, value in tree["values"].items():
             setattr(self.values, name, value)
-        return self.checkpoints.about(said["step"]), notes
+        about = self.checkpoints.about(said["step"])
+        if self.fingerprint("restore, with the checkpoint loaded") != about["fingerprint"]:
+            self._check_loaded(folder)
+        return about, notes
+
+    def _check_loaded(self, folder: Path) -> None:
+        """CheckpointError that names what did not come back as it was saved."""
+        saved = load_tree(folder)["objects"]  # anew: what was loaded may be used as it is by what it was given to
+        changed: list[str] = []
+        for name in self._counted():
+            before = fingerprint.by_path({name: saved[name]})
+            now = fingerprint.by_path({name: self.objects[name].state_dict()})
+            differ = [path for path in dict.fromkeys([*before, *now]) if before.get(path) != now.get(path)]
+            # Another version of torch may have hyperparameters that the saved one had not: they have their defaults.
+            if any(path in before or not path.startswith(f"{name}.param_groups[") for path in differ):
+                raise CheckpointError(
+                    f"{name} ({type(self.objects[name]).__name__}) does not come back as it was saved in {folder}: "
+                    f"load_state_dict changed {_some(differ)}",
+                    do="make it with the dtypes it had when it was saved; its load_state_dict, and hooks on it, must "
+                    "put back every bit that state_dict returns. Or start a new run directory with --run DIR",
+                )
+            changed += differ
+        if not changed:
+            raise CheckpointError(
+                f"what {folder} holds does not have the fingerprint that was recorded with it",
+                do="have state_dict of each object return the same types whenever it is called, and start a new run "
+                "directory with --run DIR",
+            )
 
     def _check_names(self, folder: Path, tree: Mapping[str, Any]) -> None:
         for kind, given in (("objects", self.objects), ("values", self.values.__dict__)):
@@ -164,15 +219,45 @@ class Saved:
         """The fingerprint of models and optimizers; all processes must call it. 16 hexadecimal digits.
 
         `when` says where they are, to a process that meets them somewhere else."""
+        tree = {name: thing.state_dict() for name, thing in self._counted().items()}
+        mine = fingerprint.share(tree, self.meeting.rank, self.meeting.world_size)
+        answers = self.meeting.exchange(when, mine.to_bytes(), site="")
+        shares = [fingerprint.Share.from_bytes(answer) for answer in answers]
+        if not fingerprint.agree(shares):
+            raise self._apart(when, tree)
+        return fingerprint.to_hex(fingerprint.add(share.part for share in shares))
+
+    def _apart(self, when: str, tree: object) -> MismatchError:
+        """The error for processes that hold different things; all of them get it. Says what differs, and where."""
+        mine = json.dumps(fingerprint.by_path(tree)).encode()
+        answers = [json.loads(a) for a in self.meeting.exchange(f"{when}: what differs", mine, site="")]
+        lines = []
+        for path in dict.fromkeys(path for answer in answers for path in answer):
+            ranks: dict[str, list[int]] = {}
+            for rank, answer in enumerate(answers):
+                ranks.setdefault(answer.get(path, ""), []).append(rank)
+            shown = path.removeprefix("[''].")
+            if "" in ranks:
+                lines.append(f"{shown}: there is none on {ranks_text(ranks[''])}")
+            elif len(ranks) > 1:
+                lines.append(f"{shown}: {' and '.join(map(ranks_text, ranks.values()))} differ")
+        more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        return MismatchError(
+            f"at {when} the processes hold different models, hyperparameters or optimizer state\n    "
+            + "\n    ".join(lines[:_SHOWN] + more or ["the types of containers differ"]),
+            do="do the same on every process: look for an optimizer or scheduler that steps on some ranks only, for "
+            "weights that were changed or loaded on one rank after prepare, for an exception that was caught on one "
+            "rank; run.broadcast or run.all_reduce makes common what follows from something local",
+        )
+
+    def _counted(self) -> dict[str, Any]:
+        """What the fingerprint is of: models, averages of them, optimizers."""
         objects = self.objects or dict(zip(self.models.names(), self.models.all, strict=True))
-        tree = {
-            name: thing.state_dict()
-            for name, thing in objects.items()
-            if isinstance(thing, (nn.Module, torch.optim.Optimizer))
-        }
-        part = fingerprint.fingerprint(tree, self.meeting.rank, self.meeting.world_size)
-        answers = self.meeting.exchange(when, part.to_bytes(8, "little"), site="")
-        return fingerprint.to_hex(fingerprint.add(int.from_bytes(a, "little") for a in answers))
+        return {n: thing for n, thing in objects.items() if isinstance(thing, (nn.Module, torch.optim.Optimizer))}
+
+    def _prepared(self) -> list[tuple[str, nn.Module]]:
+        """The prepared models, by the names that restore was given."""
+        return [(name, thing) for name, thing in self.objects.items() if any(thing is m for m in self.models.all)]
 
     def save(self, step: int, about: dict[str, object], keep: int) -> str | None:
         """Writes a checkpoint (on rank 0). Returns why it could not, with the older ones untouched, or None."""
@@ -180,6 +265,7 @@ class Saved:
             return None
         tree = {
             "objects": {name: thing.state_dict() for name, thing in self.objects.items()},
+            "parameters": {name: _parameters(model) for name, model in self._prepared()},
             "values": dict(self.values.__dict__),
         }
         try:
@@ -205,7 +291,10 @@ def _load(thing: Any, state: Any, name: str, folder: Path) -> None:
                 do="go on with the model that was saved, or start a new run directory with --run DIR",
             )
     try:
-        thing.load_state_dict(state)
+        if isinstance(thing, torch.optim.Optimizer):
+            _load_optimizer(thing, state)
+        else:
+            thing.load_state_dict(state)
     except EvenstepError:
         raise
     except Exception as error:
@@ -213,6 +302,115 @@ def _load(thing: Any, state: Any, name: str, folder: Path) -> None:
             f"{name} does not take the state that {folder} has: {type(error).__name__}: {error}",
             do="make it as it was made when it was saved, or start a new run directory with --run DIR",
         ) from error
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """load_state_dict, and then what it changes is put back.
+
+    It casts all state but "step" to the parameter's dtype, also what the optimizer keeps in float32 beside parameters
+    of another dtype (NAdam's mu_product, ASGD's eta and mu), and leaves hyperparameters that are tensors on the CPU.
+    """
+    devices = [{k: v.device for k, v in g.items() if isinstance(v, torch.Tensor)} for g in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, before in zip(optimizer.param_groups, devices, strict=True):
+        for key, device in before.items():
+            if isinstance(group[key], torch.Tensor):
+                group[key] = group[key].to(device)
+    if not (isinstance(state, Mapping) and state.keys() >= {"state", "param_groups"}):
+        return  # an optimizer with a state_dict of its own kind
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for p, number in zip(group["params"], saved["params"], strict=True):
+            if p in optimizer.state and number in state["state"]:
+                optimizer.state[p] = _uncast(optimizer.state[p], state["state"][number])
+
+
+def _uncast(loaded: Any, saved: Any) -> Any:
+    """`loaded`, with the tensors that have another dtype than in `saved` as they were saved, on their new device."""
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        for key in loaded.keys() & saved.keys():
+            loaded[key] = _uncast(loaded[key], saved[key])
+    elif type(loaded) in (list, tuple) and isinstance(saved, (list, tuple)) and len(loaded) == len(saved):
+        return type(loaded)(_uncast(a, b) for a, b in zip(loaded, saved, strict=True))
+    return loaded
+
+
+def _parameters(model: nn.Module) -> dict[str, Any]:
+    """What a training has in a model's parameters beside their values: which are frozen, gradients not yet used."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    return {
+        "frozen": [name for name, p in named if not p.requires_grad],
+        "gradients": {name: p.grad for name, p in named if p.grad is not None},
+    }
+
+
+def _load_parameters(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    frozen, gradients = set(saved["frozen"]), saved["gradients"]
+    for name, p in model.named_parameters(remove_duplicate=False):
+        p.requires_grad_(name not in frozen)
+        p.grad = gradients[name].to(p.device) if name in gradients else None
+
+
+def _check_value(value: object, name: str) -> None:
+    """UsageError, naming the path and what to give instead, for a value that a checkpoint cannot hold."""
+    try:
+        check_tree({name: value})
+    except UsageError as error:
+        raise UsageError(error.message, do=_advice(value, name)) from error
+
+
+def _check_object(thing: Any, name: str) -> None:
+    """UsageError, naming the path, for an object with a state that a checkpoint cannot hold."""
+    state = thing.state_dict()
+    if isinstance(thing, nn.Module):  # its tensors may be large: they are looked at, not encoded
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                check_tensor(value, f"{name}.{key}")
+        state = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+    check_tree({name: state})
+
+
+def _advice(value: object, name: str) -> str:
+    """What to do with a value that cannot be saved."""
+    for leaf in _leaves(value):
+        if callable(getattr(leaf, "state_dict", None)):
+            return (
+                f"give each {type(leaf).__name__} a name of its own: run.restore({name}0={name}[0], {name}1=...), "
+                "or run.restore(**{...}) with a dict of names"
+            )
+        keep = back = ""
+        if isinstance(leaf, torch.Generator):
+            keep, back = "generator.get_state()", "generator.set_state(state.generator)"
+        elif isinstance(leaf, np.random.Generator):
+            keep, back = "generator.bit_generator.state", "generator.bit_generator.state = state.generator"
+        elif isinstance(leaf, (random.Random, np.random.RandomState)):
+            get = "getstate" if isinstance(leaf, random.Random) else "get_state"
+            keep, back = f"generator.{get}()", f"generator.{get.replace('get', 'set')}(state.generator)"
+        if keep:
+            return (
+                "the generators of torch, numpy and random need not be saved: they are keyed anew for every step. For "
+                f"one of your own: state = run.restore(..., generator={keep}), then {back}, and set state.generator = "
+                f"{keep} in every step"
+            )
+    return (
+        "give plain values (numbers, text, bytes, tensors and arrays, in dicts, lists and tuples; of a path its str), "
+        "or an object with state_dict and load_state_dict"
+    )
+
+
+def _leaves(value: object, depth: int = 0) -> Iterator[object]:
+    """What lies in the containers of `value`, not too deep: they may contain themselves."""
+    if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
+        if depth < 5:
+            for item in value.values() if isinstance(value, Mapping) else value:
+                yield from _leaves(item, depth + 1)
+    else:
+        yield value
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _shape(value: object) -> object:

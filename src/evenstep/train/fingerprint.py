@@ -36,22 +36,112 @@ def fingerprint(tree: object, rank: int = 0, world_size: int = 1) -> int:
     the processes; all else counts for rank 0. `add` joins the parts. The order of keys and how tensors lie in
     memory do not count; names, types, dtypes, shapes and bits do. UsageError for what cannot be hashed, by its path.
     """
+    text, tensors = _described(tree)
+    return _part(text, tensors, rank, world_size)
+
+
+class Share(NamedTuple):
+    """What one process says about a tree, so that all learn its fingerprint and whether they hold the same tree.
+
+    The parts alone would not tell: two processes with different trees still add up to one number.
+    """
+
+    part: int  # its own part
+    next: int  # the part of the process after it (of rank 0 after the last), as its own tree has it
+    rest: int  # a hash of what every process reads whole: names, types, shapes, plain values, small tensors
+
+    def to_bytes(self) -> bytes:
+        return b"".join(number.to_bytes(8, "little") for number in self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Share:
+        return Share(*(int.from_bytes(data[i : i + 8], "little") for i in (0, 8, 16)))
+
+
+def share(tree: object, rank: int, world_size: int) -> Share:
+    """What process `rank` says about `tree`. It reads two parts; where it is alone, the only one once."""
+    text, tensors = _described(tree)
+    part = _part(text, tensors, rank, world_size)
+    if world_size == 1:
+        return Share(part, part, 0)
+    following = _part(text, tensors, (rank + 1) % world_size, world_size)
+    return Share(part, following, _hash(text + _bits({n: t for n, t in tensors.items() if 0 < t.numel() < _BLOCK})))
+
+
+def agree(shares: Sequence[Share]) -> bool:
+    """Whether the processes hold the same tree, as far as their shares (by rank) tell.
+
+    A process shows whose tree is another in the elements of its own part or the next one's, or in what every process
+    reads whole: so does whoever trains apart from the others. A few elements of a large tensor may not show.
+    """
+    following = (*shares[1:], shares[0])
+    return all(
+        mine.next == other.part and mine.rest == other.rest for mine, other in zip(shares, following, strict=True)
+    )
+
+
+def by_path(tree: object) -> dict[str, str]:
+    """The fingerprint of every tensor and plain value of `tree` by its path: to find what differs between two trees."""
+    found: dict[str, int] = {}
+    _by_path(tree, "", found)
+    return {path: to_hex(value) for path, value in found.items()}
+
+
+def _by_path(value: object, path: str, found: dict[str, int]) -> None:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            _by_path(item, join_path(path, key), found)
+    elif isinstance(value, (list, tuple)) and value and not isinstance(value, torch.Size):
+        for i, item in enumerate(value):
+            _by_path(item, f"{path}[{i}]", found)
+    else:
+        found[path] = add((found.get(path, 0), fingerprint({path: value})))  # two paths can be spelled alike
+
+
+def _described(tree: object) -> tuple[bytes, dict[str, Tensor]]:
+    """All of `tree` but the tensors' bits, as JSON, and the tensors by path."""
     tensors: dict[str, Tensor] = {}
-    shape = json.dumps(_describe(tree, "", tensors))  # all but the tensors' bits
-    elements = sum(tensor.numel() for tensor in tensors.values())
-    start, stop = (elements * r // world_size for r in (rank, rank + 1))
-    parts = [_hash(shape.encode())] if rank == 0 else []
+    text = json.dumps(_describe(tree, "", tensors)).encode()
+    return text, tensors
+
+
+def _part(text: bytes, tensors: Mapping[str, Tensor], rank: int, world_size: int) -> int:
+    """The part of process `rank`: an even share of the tensors' elements, and on rank 0 all else.
+
+    It reads some of every large tensor, so that `agree` notices a change of any one. The small ones are shared out
+    among the processes: a tensor costs time however little of it is read.
+    """
+    parts = [_hash(text)] if rank == 0 else []
+    small = sum(tensor.numel() for tensor in tensors.values() if tensor.numel() < _BLOCK)
+    start, stop = (small * r // world_size for r in (rank, rank + 1))
+    base = 0  # of the tensor, among the elements of small ones
     runs: list[_Run] = []
-    base = 0  # of the tensor, among all elements
     for name in sorted(tensors):
         tensor = tensors[name]
         size = tensor.numel()
-        first, last = max(start - base, 0), min(stop - base, size)
+        if size < _BLOCK:
+            first, last = max(start - base, 0), min(stop - base, size)
+            base += size
+        else:
+            first, last = (size * r // world_size for r in (rank, rank + 1))
         if first < last:
             flat = tensor.detach().reshape(-1)
             runs += _runs(tensor_key(name, tensor.dtype, tensor.shape), flat[first:last], first)
-        base += size
     return add([*parts, _total(runs)])
+
+
+def _bits(tensors: Mapping[str, Tensor]) -> bytes:
+    """The bits of small tensors, in the order of their names. One transfer for each device."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name in tensors:
+        by_device.setdefault(tensors[name].device, []).append(name)
+    found: dict[str, bytes] = {}
+    for names in by_device.values():
+        flat = [_words(tensors[name].detach().reshape(-1)).view(torch.uint8) for name in names]
+        data, at = torch.cat(flat).cpu().numpy().tobytes(), 0
+        for name, bits in zip(names, flat, strict=True):
+            found[name] = data[at : (at := at + bits.numel())]
+    return b"".join(found[name] for name in sorted(found))
 
 
 def tensor_key(name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:

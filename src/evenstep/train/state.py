@@ -60,6 +60,11 @@ def save_tree(folder: Path, tree: object) -> None:
     (folder / TREE).write_bytes(text)
 
 
+def check_tree(tree: object) -> None:
+    """UsageError, naming the path, where `save_tree` would not keep something of `tree`. Nothing is written."""
+    _Encoder().document(tree)
+
+
 def load_tree(folder: Path) -> Any:
     """The tree that `save_tree` wrote into `folder`. CheckpointError if it is damaged or not all there."""
     for name in (TREE, TENSORS):
@@ -88,7 +93,9 @@ def save_model(path: Path, models: Mapping[str, nn.Module]) -> list[str]:
 
     One model's names have no prefix, several models' the model's name: `generator.conv.weight`. Tied weights are
     written under each of their names, so that load_state_dict(strict=True) takes the file. Returns the names of what
-    is in a state_dict and is no tensor: that is left out. MachineError if the disk does not take the file.
+    is left out, for the caller to say: what is no tensor, and tensors of dtypes that not every version of safetensors
+    keeps (complex numbers; as pairs of real ones no plain module would load them). MachineError if the disk does not
+    take the file.
     """
     tensors: dict[str, Tensor] = {}
     left_out = []
