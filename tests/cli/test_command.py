@@ -12,6 +12,7 @@ import pytest
 
 from evenstep import __version__
 from evenstep.cli.report import resume_command
+from evenstep.launch.undo import absent, take_back
 from evenstep.record.paths import RunPaths
 from tests.launch.launching import Result, clean_environ, command, evenstep, write_script
 
@@ -163,7 +164,46 @@ def test_full_disk_is_seen_before_start(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=60)
     refused(Result(done.returncode, done.stdout, done.stderr), "cannot write into the run directory", "what to do")
     assert not (tmp_path / "ran").exists()
-    assert list((tmp_path / "run" / "logs").iterdir()) == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_refused_launch_takes_back_the_folders_that_it_made(tmp_path: Path) -> None:
+    write_script(tmp_path, "open('ran', 'w')", "a.py")
+    before = sorted(tmp_path.iterdir())
+    refused(evenstep(tmp_path, "run", "--backend", "mpi", "a.py"), "built without it")
+    refused(evenstep(tmp_path, "run", "--backend", "mpi", "--run", "new/deep/run", "a.py"), "built without it")
+    too_long = "n" * 300
+    refused(evenstep(tmp_path, "run", "--run", f"new/{too_long}", "a.py"), "cannot make the run directory")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_refused_launch_leaves_what_was_there(tmp_path: Path) -> None:
+    write_script(tmp_path, "", "a.py")
+    (tmp_path / "mine").mkdir()
+    refused(evenstep(tmp_path, "run", "--backend", "mpi", "--run", "mine", "a.py"), "built without it")
+    refused(evenstep(tmp_path, "run", "--backend", "mpi", "--run", "mine/new", "a.py"), "built without it")
+    assert (tmp_path / "mine").is_dir()
+    assert not (tmp_path / "mine" / "new").exists()
+    assert evenstep(tmp_path, "run", "a.py").code == 0
+    (kept,) = (tmp_path / "runs").iterdir()
+    refused(evenstep(tmp_path, "run", "--backend", "mpi", "a.py"), "built without it")
+    assert list((tmp_path / "runs").iterdir()) == [kept]
+
+
+def test_folders_are_taken_back_only_if_empty(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "run"
+    paths = RunPaths(root)
+    made = absent(root)
+    assert made == (root, root.parent)
+    paths.log(0).parent.mkdir(parents=True)
+    paths.launcher_events.parent.mkdir()
+    paths.launcher_events.touch()
+    (root / "notes.txt").touch()  # somebody else's
+    take_back(paths, made)
+    assert sorted(path.name for path in root.iterdir()) == ["notes.txt"]
+    (root / "notes.txt").unlink()
+    take_back(paths, made)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_words_for_processes(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ SCRIPTS = {
             except ValueError as error: raise KeyError("chained") from error
         outer()
     """,
+    "garbage collector": "import gc, numpy; print(gc.isenabled(), gc.get_threshold())",
     "text exit": "import first, sys; print('out'); sys.exit('a reason')",
     "code exit": "import first, sys; sys.exit(1)",
     "good exit": "import sys; print('done'); sys.exit()",

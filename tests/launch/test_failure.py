@@ -142,6 +142,22 @@ def test_every_kind_of_end_is_named(tmp_path: Path, line: str, says: str, code: 
         assert "Segmentation fault" in launch.log(last)  # the Python stack, by faulthandler
 
 
+@pytest.mark.parametrize("last_words", ["", "print('of this launch', flush=True)"])
+def test_only_this_launchs_end_of_the_log_is_shown(tmp_path: Path, last_words: str) -> None:
+    fail = "if os.environ['RANK'] == '1': "
+    first = write_script(tmp_path, f"import os\n{fail}raise ValueError('of the first launch')\n{WAIT}", "first.py")
+    assert "of the first launch" in run(tmp_path, "--processes", 2, first).err
+    text = f"import os\n{last_words}\n{fail}os.kill(os.getpid(), 9)\n{WAIT}"
+    second = write_script(tmp_path, text, "second.py")
+    with launched(tmp_path, "--processes", 2, second) as launch:
+        result = launch.wait()
+    assert "rank 1 was killed by SIGKILL" in result.err
+    assert "of the first launch" not in result.err
+    assert ("the end of run/logs/rank-1.log:\n  of this launch\nevenstep: " in result.err) == bool(last_words)
+    assert ("the end of" in result.err) == bool(last_words)
+    assert "of the first launch" in launch.log(1)
+
+
 def test_exit_number_and_exception_are_recorded(tmp_path: Path) -> None:
     script = write_script(tmp_path, "import sys; sys.exit(3)")
     with launched(tmp_path, script) as launch:

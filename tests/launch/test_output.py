@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import resource
 import signal
 import struct
@@ -13,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from evenstep.launch.output import Stream
-from evenstep.record.append import AppendFile
+from evenstep.launch.output import Log, Stream
+from evenstep.record.paths import RunPaths
 from tests.launch.launching import PATIENCE, clean_environ, command, eventually, launched, run, write_script
 
 
@@ -130,6 +131,28 @@ def test_log_that_the_disk_does_not_take_does_not_end_training(tmp_path: Path) -
     assert "rank-0.log: File too large; training goes on without it" in result.err
 
 
+def test_launches_of_one_run_directory_are_told_apart_in_the_logs(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import sys; print('end of', sys.argv[1], end='')")
+    for name in ("the first", "the second"):
+        with launched(tmp_path, "--processes", 2, script, name) as launch:
+            result = launch.wait()
+        assert (result.code, result.out) == (0, f"end of {name}")
+    for rank in range(2):
+        first, line, second = RunPaths(tmp_path / "run").log(rank).read_text().splitlines()
+        assert (first, second) == ("end of the first", "end of the second")
+        start = r"--- evenstep: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}, "
+        assert re.fullmatch(f"{start}rank {rank} of 2: {script} 'the second' ---", line)
+
+
+def test_refused_launch_leaves_logs_alone(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "print('once')")
+    with launched(tmp_path, script) as launch:
+        assert launch.wait().code == 0
+    with launched(tmp_path, "--backend", "mpi", script) as launch:
+        assert launch.wait().code == 2
+        assert launch.log(0) == "once\n"
+
+
 @contextmanager
 def terminal(rows: int, columns: int) -> Iterator[tuple[int, int]]:
     """A pseudo-terminal: (our end, the command's end)."""
@@ -212,7 +235,7 @@ def test_size_of_the_terminal_is_passed_on(tmp_path: Path) -> None:
 def test_prefix_goes_before_whole_lines_only(tmp_path: Path) -> None:
     source, end = os.pipe()
     out, terminal_end = os.pipe()
-    stream = Stream(source, AppendFile(tmp_path / "log"), terminal_end, b"[1] ", by_line=True)
+    stream = Stream(source, Log(tmp_path / "log", "rank 1"), terminal_end, b"[1] ", by_line=True)
     try:
         for piece in (b"ab", b"c\nd", b"\r50%\re", b"\n\n", b"tail"):
             os.write(end, piece)

@@ -118,8 +118,8 @@ def test_random_states_differ_between_processes_and_starts(tmp_path: Path) -> No
     for _ in range(2):
         with launched(tmp_path, "--processes", 2, script) as launch:
             assert launch.wait().code == 0
-        draws += [number for rank in range(2) for number in launch.log(rank).split() if number != "draw"]
-    numbers = [draw for draw in draws if draw[0].isdigit()]
+        draws += [line for rank in range(2) for line in launch.log(rank).splitlines() if line.startswith("draw")]
+    numbers = [number for draw in draws for number in draw.split()[1:]]
     assert len(set(numbers)) == 8  # the second start's logs follow the first's
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from evenstep.environment import LAUNCH, read_world
 from evenstep.errors import MachineError, UsageError
 from evenstep.launch.gpus import visible_gpus
+from evenstep.launch.undo import absent, take_back
 from evenstep.record.paths import RunPaths, new_run_directory
 
 PROCESS_WORDS = ("gpu", "cpu", "auto")
@@ -64,19 +65,23 @@ def check_script(name: str) -> None:
     )
 
 
-def run_paths(given: str | None, script: str) -> RunPaths:
-    """The run directory: the one asked for, made if need be, or a new one."""
+def run_paths(given: str | None, script: str) -> tuple[RunPaths, tuple[Path, ...]]:
+    """The run directory, the one asked for or a new one; and the folders that were made for it, innermost first."""
     if given is None:
+        made = absent(Path.cwd() / "runs")
         try:
-            return RunPaths(new_run_directory(script, Path.cwd()))
+            root = new_run_directory(script, Path.cwd())
         except MachineError as error:
             raise UsageError(error.message, do=error.do) from error
+        return RunPaths(root), (root, *made)
     root = Path(given).absolute()
+    made = absent(root)
     try:
         root.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise UsageError(f"--run {given} is a file, not a directory", do="name a directory") from None
     except OSError as error:
+        take_back(RunPaths(root), made)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UsageError(
             f"cannot make the run directory {root}: {error.strerror}",
@@ -84,7 +89,7 @@ def run_paths(given: str | None, script: str) -> RunPaths:
         ) from error
     if not os.access(root, os.W_OK | os.X_OK):
         raise UsageError(f"the run directory {root} is not writable", do="name a writable place with --run DIR")
-    return RunPaths(root)
+    return RunPaths(root), made
 
 
 def process_count(asked: int | str | None) -> int:

@@ -31,7 +31,8 @@ def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], *, show_al
         return exits.MACHINE_FAILED
     if failure is None:
         return exits.DONE
-    _tell_cause(failure, paths, shown=failure.exit.rank == 0 or show_all)
+    start = outcome.log_starts[failure.exit.rank]
+    _tell_cause(failure, paths.log(failure.exit.rank), start, shown=failure.exit.rank == 0 or show_all)
     if len(outcome.exits) > 1:
         say("the other processes were stopped")
     _tell_where(paths, words)
@@ -45,17 +46,20 @@ def tell_signal(number: int, paths: RunPaths, words: list[str]) -> None:
     _tell_where(paths, words)
 
 
-def _tell_cause(failure: Failure, paths: RunPaths, *, shown: bool) -> None:
-    """The process's own words first, unless they are on the terminal already; then which process it was."""
+def _tell_cause(failure: Failure, log: Path, start: int, *, shown: bool) -> None:
+    """The process's own words first, unless they are on the terminal already; then which process it was.
+
+    In `log`, its log, this launch's output begins at byte `start`.
+    """
     error = failure.uncaught
     rank = failure.exit.rank
     if error is None:
         if not shown:
-            _show_tail(paths.log(rank))
+            _show_tail(log, start)
         say(f"rank {rank} {failure.exit.describe()}")
     elif error.type == "SystemExit":
         if not shown:
-            _show_tail(paths.log(rank))
+            _show_tail(log, start)
         say(f"rank {rank} called sys.exit({error.message})")
     else:
         if not (shown and error.shown):
@@ -64,10 +68,11 @@ def _tell_cause(failure: Failure, paths: RunPaths, *, shown: bool) -> None:
         say(f"rank {rank} failed: {error.type}{': ' if first else ''}{first}")
 
 
-def _show_tail(log: Path) -> None:
+def _show_tail(log: Path, start: int) -> None:
     try:
         with log.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 14)))
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(start if start <= size else 0, size - (1 << 14)))  # somebody may have emptied it meanwhile
             lines = file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
     except OSError:
         return

@@ -127,7 +127,7 @@ def run(
     if not as_module:
         preflight.check_script(script)
     count = preflight.process_count(processes)
-    paths = preflight.run_paths(run_directory, script)
+    paths, made = preflight.run_paths(run_directory, script)
     settings = Settings(
         run=str(paths.root),
         global_batch=global_batch,
@@ -146,6 +146,7 @@ def run(
         paths,
         count,
         settings,
+        made=made,
         show_all=output == "all",
         say=say,
     )

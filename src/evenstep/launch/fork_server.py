@@ -113,7 +113,6 @@ def _serve(
     sys.stderr.flush()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     failed, fail = os.pipe2(os.O_CLOEXEC)
-    gc.collect()
     gc.freeze()  # so that a collection in a process does not copy every page that it shares
     outputs = {descriptor for pair in job.outputs for descriptor in pair}
     private = {woken, wake, failed, events, job_descriptor, *job.held, *outputs}

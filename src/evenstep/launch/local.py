@@ -7,21 +7,24 @@ import json
 import os
 import secrets
 import selectors
+import shlex
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from evenstep.environment import LAUNCH, Settings, write_settings
-from evenstep.errors import MachineError, UsageError
+from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.launch import fork_server, kinship
 from evenstep.launch.failures import Exit, Failure, Uncaught, error_path, first_failure, read_uncaught
 from evenstep.launch.job import Job, to_json
-from evenstep.launch.output import Stream, open_streams, resize
+from evenstep.launch.output import Log, Stream, open_streams, resize
 from evenstep.launch.port import reserve_port
+from evenstep.launch.undo import take_back
 from evenstep.record.events import EventWriter
 from evenstep.record.paths import RunPaths
 
@@ -40,6 +43,10 @@ class Script:
     as_module: bool
     arguments: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """As on a command line."""
+        return shlex.join([*(["-m"] if self.as_module else []), self.name, *self.arguments])
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -49,6 +56,7 @@ class Outcome:
     uncaught: tuple[Uncaught, ...]
     signal: int | None  # the one that the launcher itself got
     server_died: str | None  # how the fork server ended, if before its time
+    log_starts: tuple[int, ...]  # by rank: bytes that the log held before this launch's output
 
     @property
     def failure(self) -> Failure | None:
@@ -57,23 +65,34 @@ class Outcome:
 
 
 def run_local(
-    script: Script, paths: RunPaths, processes: int, settings: Settings, *, show_all: bool, say: Say
+    script: Script,
+    paths: RunPaths,
+    processes: int,
+    settings: Settings,
+    *,
+    made: Sequence[Path],
+    show_all: bool,
+    say: Say,
 ) -> Outcome:
     """Run `script` as `processes` processes of this host and wait for their end.
 
     UsageError before the first process starts, for what cannot work; MachineError if this host does not let us start.
-    `say` prints one of our own lines for the user.
+    `made` are folders that were made for this launch, innermost first; after such an error they are removed again,
+    if nobody has put anything into them. `say` prints one of our own lines for the user.
     """
     tag = secrets.token_hex(8)
     with ExitStack() as stack:
         lock = _lock(paths)
         stack.callback(os.close, lock)
+        stack.push(lambda kind, error, trace: _take_back_refused(error, paths, made))
         port, keeper = reserve_port()
         stack.enter_context(keeper)
         _prepare_logs(paths, processes)
-        streams, outputs = open_streams(paths, processes, show_all=show_all, on_error=say)
+        logs = [Log(paths.log(rank), f"rank {rank} of {processes}: {script}", say) for rank in range(processes)]
+        for log in logs:
+            stack.callback(log.close)
+        streams, outputs = open_streams(logs, show_all=show_all)
         for stream in streams:
-            stack.callback(stream.log.close)
             stack.callback(os.close, stream.source)
         job = Job(
             script=script.name,
@@ -92,14 +111,20 @@ def run_local(
         events = EventWriter(paths.launcher_events, _LAUNCHER_RANK, on_error=say)
         stack.callback(events.close)
         events.emit("launch", script=script.name, arguments=list(script.arguments), processes=processes, tag=tag)
-        return _Launch(job, streams, events, say).run()
+        return _Launch(job, logs, streams, events, say).run()
+
+
+def _take_back_refused(error: BaseException | None, paths: RunPaths, made: Sequence[Path]) -> None:
+    if isinstance(error, EvenstepError):  # all of them come before the first process
+        take_back(paths, made)
 
 
 class _Launch:
     """One fork server from its start to its end, and what became of the processes."""
 
-    def __init__(self, job: Job, streams: Sequence[Stream], events: EventWriter, say: Say) -> None:
+    def __init__(self, job: Job, logs: Sequence[Log], streams: Sequence[Stream], events: EventWriter, say: Say) -> None:
         self._job = job
+        self._logs = logs
         self._streams = list(streams)
         self._events = events
         self._say = say
@@ -122,7 +147,13 @@ class _Launch:
         if self._refusal is not None:
             raise self._refusal
         uncaught = (read_uncaught(error_path(self._job.paths().log(rank))) for rank in range(self._job.processes))
-        return Outcome(tuple(self._exits), tuple(one for one in uncaught if one), self._signal, server_died)
+        return Outcome(
+            tuple(self._exits),
+            tuple(one for one in uncaught if one),
+            self._signal,
+            server_died,
+            tuple(log.start for log in self._logs),
+        )
 
     def _start(self) -> int:
         """Start the fork server; its events are read from the returned descriptor."""
@@ -182,6 +213,8 @@ class _Launch:
             self._events.emit("exit", of_rank=event["rank"], code=event["code"], stopped=event["stopped"])
         elif kind == "started":
             self._started = True
+            for log in self._logs:
+                log.begin()
             self._events.emit("started", pids=event["pids"])
             if self._signal is not None:
                 self._command(stop=self._signal)

@@ -8,14 +8,50 @@ import os
 import select
 import struct
 import termios
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from evenstep.record.append import AppendFile
-from evenstep.record.paths import RunPaths
 
 _LONGEST_LINE = 1 << 16  # a line is passed on at this length, ended or not
+
+
+class Log:
+    """What one process writes, over all launches of the run directory.
+
+    A log that holds something already gets a line first that says when, what and who, so that launches are told apart.
+    """
+
+    def __init__(self, path: Path, who: str, on_error: Callable[[str], None] | None = None) -> None:
+        """`who`: the process's rank and its command, for the start line."""
+        self.start = 0  # bytes that are not this launch's output
+        self._file = AppendFile(path, on_error)
+        self._line = b""
+        with suppress(OSError), path.open("rb") as file:
+            self.start = file.seek(0, os.SEEK_END)
+            if self.start > 0:
+                file.seek(-1, os.SEEK_END)
+                torn = file.read() != b"\n"
+                text = f"--- evenstep: {time.strftime('%Y-%m-%d %H:%M:%S %z')}, {who} ---\n"
+                self._line = (b"\n" if torn else b"") + text.encode(errors="backslashreplace")
+
+    def begin(self) -> None:
+        """Write the start line, once. Not before the launch has started, since it may be refused."""
+        line, self._line = self._line, b""
+        if line and self._file.append(line):
+            self.start += len(line)
+
+    def append(self, data: bytes) -> None:
+        """Add output."""
+        self.begin()
+        self._file.append(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 @dataclass
@@ -23,7 +59,7 @@ class Stream:
     """One process's output (or error) stream on its way."""
 
     source: int  # read here
-    log: AppendFile
+    log: Log
     terminal: int | None  # written there too
     prefix: bytes = b""  # before each line on the terminal
     by_line: bool = False  # whole lines only, so that several streams' lines do not mix on the terminal
@@ -57,20 +93,17 @@ class Stream:
         return b"".join(self.prefix + line + b"\n" for line in text[:end].removesuffix(b"\n").split(b"\n"))
 
 
-def open_streams(
-    paths: RunPaths, processes: int, *, show_all: bool, on_error: Callable[[str], None]
-) -> tuple[list[Stream], list[tuple[int, int]]]:
-    """The streams to carry, and by rank the descriptors that become its stdout and stderr.
+def open_streams(logs: Sequence[Log], *, show_all: bool) -> tuple[list[Stream], list[tuple[int, int]]]:
+    """The streams to carry, and by rank the descriptors that become its stdout and stderr; `logs` are by rank.
 
     Rank 0 gets what the launcher has: a terminal where the launcher's stream is one, else a pipe; the two streams
     stay apart unless both are terminals. The others get one pipe for both.
     """
-    log = AppendFile(paths.log(0), on_error)
     out_fd, err_fd = 1, 2
     streams: list[Stream] = []
     if os.isatty(out_fd) and os.isatty(err_fd):
         source, out = _terminal(out_fd)
-        streams.append(Stream(source, log, out_fd, is_terminal=True))
+        streams.append(Stream(source, logs[0], out_fd, is_terminal=True))
         ends = [(out, out)]
     else:
         pair: list[int] = []
@@ -78,14 +111,13 @@ def open_streams(
             is_terminal = os.isatty(descriptor)
             source, end = _terminal(descriptor) if is_terminal else os.pipe()
             by_line = show_all and not is_terminal  # on a terminal a progress bar has no line ends
-            streams.append(Stream(source, log, descriptor, by_line=by_line, is_terminal=is_terminal))
+            streams.append(Stream(source, logs[0], descriptor, by_line=by_line, is_terminal=is_terminal))
             pair.append(end)
         ends = [(pair[0], pair[1])]
-    for rank in range(1, processes):
+    for rank in range(1, len(logs)):
         source, end = os.pipe()
         prefix = f"[{rank}] ".encode() if show_all else b""
-        log = AppendFile(paths.log(rank), on_error)
-        streams.append(Stream(source, log, out_fd if show_all else None, prefix, by_line=show_all))
+        streams.append(Stream(source, logs[rank], out_fd if show_all else None, prefix, by_line=show_all))
         ends.append((end, end))
     return streams, ends
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 # What a first training step imports late, after `import torch`: every process would pay for it again.
 _LATE = {"torch": ("torch.distributed", "torch.utils.data", "torch._dynamo", "torch.profiler")}
+
+_NEVER = 2**31 - 1  # as the collector's threshold; 0 is what a package would set that wants no collections
 
 
 def preload(names: Iterable[str]) -> str | None:
@@ -16,14 +20,32 @@ def preload(names: Iterable[str]) -> str | None:
     Returns why this process must not be forked now, or None. A fork copies one thread only, so locks that another
     thread holds would stay locked for ever; and CUDA does not work in a fork of a process that initialised it.
     """
-    for name in names:
-        _import(name)
-        for late in _LATE.get(name.partition(".")[0], ()):
-            _import(late)
-        reason = _unforkable()
-        if reason is not None:
-            return f"importing {name} {reason}"
+    with _no_collections():
+        for name in names:
+            _import(name)
+            for late in _LATE.get(name.partition(".")[0], ()):
+                _import(late)
+            reason = _unforkable()
+            if reason is not None:
+                return f"importing {name} {reason}"
     return None
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """No garbage collections inside: modules are no garbage, and looking for some takes a fifth of torch's import.
+
+    What was made is frozen at the end, else the next collection would look at all of it. A threshold that an import
+    has set is kept.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(_NEVER, *before[1:])
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if gc.get_threshold()[0] == _NEVER:
+            gc.set_threshold(before[0], *gc.get_threshold()[1:])
 
 
 def _import(name: str) -> None:
