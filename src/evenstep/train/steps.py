@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from types import FrameType
 from typing import Any
 
@@ -53,9 +54,10 @@ class Steps:
 
     def _steps(self, first: int) -> Iterator[Step]:
         with self._loop.read(self.schedule, first) as reader:
-            batches = (batch for _, batch in reader)
+            batches = map(itemgetter(1), reader)  # unlike a generator's, its end is not that of the first error
             for number in range(first, len(self.schedule)):
                 plan = self.schedule.step(number)
+                reader.begin_epoch(plan.epoch)
                 step = self._loop.step(plan, batches)
                 try:
                     yield step
