@@ -114,18 +114,11 @@ class Saved:
                 )
 
     def _check_optimizers(self, objects: Mapping[str, Any]) -> None:
-        known = {id(p) for _, p in self.models.parameters()}
         given = [thing for thing in objects.values() if isinstance(thing, LRScheduler)]
         for name, thing in objects.items():
             if not isinstance(thing, torch.optim.Optimizer):
                 continue
-            strangers = sum(id(p) not in known for group in thing.param_groups for p in group["params"])
-            if strangers:
-                raise UsageError(
-                    f"{name} updates {strangers} parameters that belong to no prepared model: their gradients would "
-                    "differ between processes",
-                    do="prepare every model before its optimizer is made; put single parameters into a module",
-                )
+            self.models.trained_by(thing, name, must=True)
             for scheduler in _schedulers_of(thing):
                 if not any(scheduler is s or scheduler in _inner(s) for s in given):
                     raise UsageError(

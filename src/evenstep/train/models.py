@@ -75,12 +75,13 @@ class Models:
                 found.setdefault(id(p), (f"{name}.{parameter_name}".lstrip("."), p))
         return list(found.values())
 
-    def trained_by(self, optimizer: torch.optim.Optimizer, name: str) -> bool:
-        """Whether the optimizer updates parameters of prepared models. UsageError if it updates others too."""
+    def trained_by(self, optimizer: torch.optim.Optimizer, name: str, *, must: bool = False) -> bool:
+        """Whether the optimizer updates parameters of prepared models. UsageError if it updates others beside them, or,
+        with `must`, others at all."""
         known = {id(p) for _, p in self.parameters()}
         theirs = [id(p) in known for group in optimizer.param_groups for p in group["params"]]
         strangers = theirs.count(False)
-        if strangers and any(theirs):
+        if strangers and (must or any(theirs)):
             raise UsageError(
                 f"{name} updates {strangers} parameters that belong to no prepared model: their gradients would "
                 "differ between processes",
