@@ -17,8 +17,8 @@ from evenstep.record.paths import RunPaths
 from tests.launch.launching import Result, clean_environ, command, evenstep, write_script
 
 
-def refused(result: Result, *says: str) -> None:
-    assert result.code == 2, result
+def refused(result: Result, *says: str, code: int = 2) -> None:
+    assert result.code == code, result
     assert "Traceback" not in result.err
     for words in says:
         assert words in result.err
@@ -162,7 +162,8 @@ def test_full_disk_is_seen_before_start(tmp_path: Path) -> None:
     write_script(tmp_path, "open('ran', 'w')", "a.py")
     words = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh", *command("run", "--run", "run", "a.py")]
     done = subprocess.run(words, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=60)
-    refused(Result(done.returncode, done.stdout, done.stderr), "cannot write into the run directory", "what to do")
+    result = Result(done.returncode, done.stdout, done.stderr)
+    refused(result, "cannot write into the run directory", "what to do", code=4)
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "run").exists()
 

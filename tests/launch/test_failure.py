@@ -245,3 +245,27 @@ def test_a_rank_that_ends_well_does_not_stop_the_others(tmp_path: Path) -> None:
     with launched(tmp_path, "--processes", 2, script) as launch:
         assert launch.wait().code == 0
     assert launch.log(1) == "also done\n"
+
+
+@pytest.mark.parametrize(("error", "again"), [("IdentityError", False), ("UsageError", False), ("MachineError", True)])
+def test_no_resume_command_where_it_would_meet_the_same_error(tmp_path: Path, error: str, again: bool) -> None:
+    script = write_script(
+        tmp_path,
+        f"""
+        import os, pathlib
+        from evenstep.errors import {error}
+        pathlib.Path(os.environ["EVENSTEP_RUN"], "checkpoints", "step-0000000004").mkdir(parents=True, exist_ok=True)
+        raise {error}("it is so:" + chr(10) + "    and so", do="something else")
+        """,
+    )
+    result = run(tmp_path, "--processes", 2, script)
+    assert f"failed: evenstep.errors.{error}: it is so\n" in result.err
+    assert ("to go on from step 4" in result.err) == again
+
+
+def test_an_end_by_evenstep_itself_keeps_its_exit_code_and_every_process_has_a_log(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import os; os._exit(4 if os.environ['RANK'] == '1' else 0)")
+    with launched(tmp_path, "--processes", 2, script) as launch:
+        assert launch.wait().code == 4
+        assert launch.paths.log(0).exists()
+        assert launch.paths.log(1).exists()

@@ -666,6 +666,30 @@ def test_what_would_change_a_resume_silently(change: str, tmp_path: Path) -> Non
             work(None, shuffle=False)
 
 
+def test_what_trains_or_saves_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(what: str) -> str:
+        with training_run(tmp_path / what, global_batch=60 if what == "all" else 6) as run:
+            model = run.prepare(nn.Linear(2, 3))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            steps = run.steps(DATA, epochs=2)
+            if what != "unsaved":
+                run.restore(model=model, optimizer=optimizer)
+            for step in steps:
+                if what != "idle":
+                    step.backward(loss_fn)
+                if what not in ("idle", "unstepped"):
+                    optimizer.step()
+        return capsys.readouterr().err
+
+    everything = said("all")
+    assert "the global batch of 60 is more than an epoch has" in everything
+    for words in ("nothing is saved", "trained nothing"):
+        assert words not in everything
+    assert "does not call run.restore" in said("unsaved")
+    assert "step 0 ended without step.backward: it has trained nothing" in said("idle")
+    assert "step 0 ended without an optimizer's step: it has trained nothing" in said("unstepped")
+
+
 def test_order_of_calls(tmp_path: Path) -> None:
     with begin(tmp_path) as run:
         with pytest.raises(UsageError, match="no model was prepared"):

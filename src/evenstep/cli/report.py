@@ -15,6 +15,11 @@ from evenstep.launch.local import Outcome
 from evenstep.record.paths import RunPaths, checkpoint_step
 
 _LAST_LINES = 15
+# Errors that the same command meets again.
+_STAYS = {
+    f"evenstep.errors.{name}"
+    for name in ("UsageError", "IdentityError", "LossError", "CheckpointError", "MismatchError")
+}
 
 
 def say(line: str) -> None:
@@ -35,8 +40,12 @@ def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], *, show_al
     _tell_cause(failure, paths.log(failure.exit.rank), start, shown=failure.exit.rank == 0 or show_all)
     if len(outcome.exits) > 1:
         say("the other processes were stopped")
-    _tell_where(paths, words)
-    return exits.SCRIPT_FAILED if failure.uncaught is None else failure.uncaught.exit_code
+    error = failure.uncaught
+    _tell_where(paths, words, again=error is None or error.type not in _STAYS)
+    if error is not None:
+        return error.exit_code
+    # evenstep itself leaves like this where only the end of the script showed the failure.
+    return failure.exit.code if failure.exit.code in (exits.WRONG_USAGE, exits.MACHINE_FAILED) else exits.SCRIPT_FAILED
 
 
 def tell_signal(number: int, paths: RunPaths, words: list[str]) -> None:
@@ -64,7 +73,7 @@ def _tell_cause(failure: Failure, log: Path, start: int, *, shown: bool) -> None
     else:
         if not (shown and error.shown):
             click.echo(error.traceback, err=True, nl=False)
-        first = error.message.partition("\n")[0]
+        first = error.message.partition("\n")[0].rstrip(":")
         say(f"rank {rank} failed: {error.type}{': ' if first else ''}{first}")
 
 
@@ -82,10 +91,11 @@ def _show_tail(log: Path, start: int) -> None:
             click.echo(f"  {line}", err=True)
 
 
-def _tell_where(paths: RunPaths, words: list[str]) -> None:
+def _tell_where(paths: RunPaths, words: list[str], *, again: bool = True) -> None:
+    """Where the logs are and, where it makes sense to start the same command `again`, how to go on."""
     say(f"logs of every process: {_short(paths.log(0).parent)}/")
     steps = _checkpoints(paths)
-    if steps:
+    if steps and again:
         say(f"to go on from step {max(steps)}: {resume_command(words, paths)}")
 
 

@@ -343,7 +343,7 @@ def _prepare_logs(paths: RunPaths, processes: int) -> None:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise UsageError(
+        raise MachineError(
             f"cannot write into the run directory {paths.root}: {error.strerror}",
             do="free space there, or give another --run DIR",
         ) from error

@@ -30,6 +30,7 @@ class Log:
         self.start = 0  # bytes that are not this launch's output
         self._file = AppendFile(path, on_error)
         self._line = b""
+        self._begun = False
         with suppress(OSError), path.open("rb") as file:
             self.start = file.seek(0, os.SEEK_END)
             if self.start > 0:
@@ -40,9 +41,11 @@ class Log:
 
     def begin(self) -> None:
         """Write the start line, once. Not before the launch has started, since it may be refused."""
-        line, self._line = self._line, b""
-        if line and self._file.append(line):
-            self.start += len(line)
+        if self._begun:
+            return
+        self._begun = True
+        if self._file.append(self._line):  # one that writes nothing has a log too
+            self.start += len(self._line)
 
     def append(self, data: bytes) -> None:
         """Add output."""

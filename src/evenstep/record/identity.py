@@ -35,12 +35,12 @@ def read_identity(path: Path) -> dict[str, Scalar] | None:
             raise TypeError
     except (ValueError, KeyError, TypeError) as error:
         raise IdentityError(
-            f"{path} is damaged: it holds no identity", do="start a new run directory with --run DIR"
+            f"{path} is damaged: it holds no identity", do="start another run directory (--run DIR)"
         ) from error
     if version != SCHEMA:
         raise IdentityError(
             f"{path} has schema {version}; this evenstep reads {SCHEMA}",
-            do="go on with the evenstep that wrote it, or start a new run directory with --run DIR",
+            do="go on with the evenstep that wrote it, or start another run directory (--run DIR)",
         )
     return identity
 

@@ -99,5 +99,5 @@ def new_run_directory(script: str | None, base: Path) -> Path:
     except OSError as error:
         raise MachineError(
             f"cannot make a run directory under {runs}: {error.strerror or error}",
-            do="name a writable place with --run DIR",
+            do="name a writable place: --run DIR, or start(run=...)",
         ) from error

@@ -147,5 +147,5 @@ def _as_machine_error(path: Path, doing: str = "write") -> Iterator[None]:
     except OSError as error:
         raise MachineError(
             f"cannot {doing} {path}: {error.strerror or error}",
-            do="free some space, or name a place that can be written with --run DIR; what was there is unchanged",
+            do="free some space, or name a place that can be written (--run DIR); what was there is unchanged",
         ) from error

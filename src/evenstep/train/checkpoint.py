@@ -147,7 +147,7 @@ class Saved:
             if notes:
                 raise CheckpointError(
                     "no checkpoint of this run is whole:\n    " + "\n    ".join(notes),
-                    do="start a new run directory with --run DIR, or put back a copy of one of them",
+                    do="start another run directory (--run DIR), or put back a copy of one of them",
                 )
             return None, notes
         folder = self.checkpoints.folder(said["step"])
@@ -179,7 +179,7 @@ class Saved:
                     f"{name} ({type(self.objects[name]).__name__}) does not come back as it was saved in {folder}: "
                     f"load_state_dict changed {_some(differ)}",
                     do="make it with the dtypes it had when it was saved; its load_state_dict, and hooks on it, must "
-                    "put back every bit that state_dict returns. Or start a new run directory with --run DIR",
+                    "put back every bit that state_dict returns. Or start another run directory (--run DIR)",
                 )
             changed += differ
         if not changed:
@@ -203,7 +203,7 @@ class Saved:
                         )
                         if text
                     ),
-                    do="give restore the same names as when it was saved, or start a new run directory with --run DIR",
+                    do="give restore the same names as when it was saved, or start another run directory (--run DIR)",
                 )
 
     # ---- saving
@@ -281,7 +281,7 @@ def _load(thing: Any, state: Any, name: str, folder: Path) -> None:
             shown = wrong[:8] + ([f"and {len(wrong) - 8} more"] if len(wrong) > 8 else [])
             raise CheckpointError(
                 f"{folder} is from another {name}:\n    " + "\n    ".join(shown),
-                do="go on with the model that was saved, or start a new run directory with --run DIR",
+                do="go on with the model that was saved, or start another run directory (--run DIR)",
             )
     try:
         if isinstance(thing, torch.optim.Optimizer):
@@ -293,7 +293,7 @@ def _load(thing: Any, state: Any, name: str, folder: Path) -> None:
     except Exception as error:
         raise CheckpointError(
             f"{name} does not take the state that {folder} has: {type(error).__name__}: {error}",
-            do="make it as it was made when it was saved, or start a new run directory with --run DIR",
+            do="make it as it was made when it was saved, or start another run directory (--run DIR)",
         ) from error
 
 

@@ -332,7 +332,7 @@ class Run:
             if about[name] != now and not (name == "order" and self._options.allow_other_identity):
                 raise IdentityError(
                     f"the checkpoint was made with {name}={about[name]}, now it is {now}: the rest would be another",
-                    do="go on with the same data set and options, or start a new run directory with --run DIR",
+                    do="go on with the same data set and options, or start another run directory (--run DIR)",
                 )
         return schedule.step_at(self._cursor)
 
@@ -346,6 +346,11 @@ class Run:
         if device == "cpu" and used < cores:
             hint = f"more processes (evenstep run --processes {cores}) use them all"
             lines.append(f"{used} of {cores} cores are used: {hint}")
+        if self._options.global_batch > schedule.samples_per_epoch:
+            asked = self._options.global_batch
+            lines.append(f"the global batch of {asked} is more than an epoch has: a step takes the whole epoch")
+        if not self._restored:
+            lines.append("nothing is saved and a killed run starts anew: the script does not call run.restore(...)")
         return [f"run directory {self.directory}", *lines]
 
     def _begin_step(self, plan: StepPlan, batches: Iterator[Any]) -> Step:
@@ -363,6 +368,9 @@ class Run:
         loss = step.result.loss if step.result else None
         said = {"fingerprint": self._fingerprint_now()} if self._options.fingerprints else {}
         self._journal.step_done(self._done, plan.epoch, loss, plan.samples, cursor=self._cursor, **said)
+        if plan.number == self._models.first_step and not step.stepped:
+            missing = "step.backward" if step.result is None else "an optimizer's step"
+            self._journal.say(f"step {plan.number} ended without {missing}: it has trained nothing")
         every = self._options.checkpoint_every
         if self._restored and (self._done % every == 0 if every else plan.ends_epoch):
             self._checkpoint()
@@ -447,8 +455,8 @@ class Run:
             self._journal.end_progress()
             self._journal.emit("interrupted", step=self._done)
             self._journal.say(
-                f"the loop was left by an exception in step {self._done}: the run is not finished. It goes on with "
-                f"--run {self.directory}"
+                f"the loop was left by an exception in step {self._done}: the run is not finished. It goes on in its "
+                f"directory: evenstep run --run {self.directory}, or start(run=...)"
             )
 
     def _read_finished(self) -> dict[str, Any] | None:

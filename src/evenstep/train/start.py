@@ -113,7 +113,9 @@ def _run_directory(ground: Ground, options: Options) -> RunPaths:
             said["failed"] = error.message if isinstance(error, MachineError) else f"cannot make {options.run}: {error}"
     answer = json.loads(ground.meeting.exchange("evenstep.start", json.dumps(said).encode(), site="")[0])
     if answer["failed"]:
-        raise MachineError(answer["failed"], do="name a writable place with --run DIR")
+        raise MachineError(
+            answer["failed"], do="name a writable place, or make room there: --run DIR, or start(run=...)"
+        )
     return RunPaths(Path(answer["root"]))
 
 
@@ -132,11 +134,11 @@ def _check_identity(ground: Ground, paths: RunPaths, now: dict[str, str | int | 
             failed = {"broken": error.message}
     answer = json.loads(ground.meeting.exchange("evenstep.start", json.dumps(failed).encode(), site="")[0])
     if "broken" in answer:
-        raise MachineError(answer["broken"], do="start a new run directory with --run DIR")
+        raise MachineError(answer["broken"], do="start another run directory (--run DIR)")
     if answer:
         raise IdentityError(
             f"{paths.root} was made under another identity:\n    {answer['lines']}",
-            do="go on with the same options, start a new run directory with --run DIR, or say --allow-other-identity "
+            do="go on with the same options, start another run directory (--run DIR), or say --allow-other-identity "
             "(the result will then be another than that of an undisturbed run)",
         )
 
