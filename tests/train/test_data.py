@@ -34,18 +34,11 @@ from torch.utils.data import (
 from evenstep.errors import DataError, UsageError
 from evenstep.plan.order import Fixed, Natural, Shuffled
 from evenstep.plan.schedule import Schedule
-from evenstep.train.data import (
-    MicroBatch,
-    Reader,
-    checked_dataset,
-    choose_order,
-    probe,
-    shares,
-    split_batch,
-    tensors,
-    to_device,
-)
+from evenstep.train.batch import split_batch, tensors, to_device
+from evenstep.train.data import Reader, shares
+from evenstep.train.dataset import checked_dataset, choose_order
 from evenstep.train.randomness import kept_generators, seed_generators
+from evenstep.train.samples import MicroBatch, probe
 from tests.ranks import run_ranks
 
 

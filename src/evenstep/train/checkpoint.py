@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from evenstep.errors import CheckpointError, EvenstepError, MachineError, MismatchError, UsageError
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.train import fingerprint
-from evenstep.train.meeting import Meeting, ranks_text
+from evenstep.train.meeting import Meeting, by_value, ranks_text
 from evenstep.train.models import Models
 from evenstep.train.state import check_tensor, check_tree, load_tree, save_tree
 
@@ -53,7 +52,6 @@ class Saved:
         self.models, self.meeting, self.checkpoints = models, meeting, checkpoints
         self.objects: dict[str, Any] = {}
         self.values = State({})
-        self._taken = False
 
     def take(self, given: Mapping[str, Any]) -> None:
         """Sorts what restore was given into objects and values. UsageError for what would go wrong later."""
@@ -81,13 +79,12 @@ class Saved:
             _check_value(value, name)
         for name, thing in objects.items():
             _check_object(thing, name)
-        self.objects, self.values, self._taken = objects, State(values), True
+        self.objects, self.values = objects, State(values)
 
     def check(self) -> None:
         """UsageError where what restore was given is not all there is: models or schedulers that were made after it."""
-        if self._taken:
-            self._check_models(self.objects)
-            self._check_optimizers(self.objects)
+        self._check_models(self.objects)
+        self._check_optimizers(self.objects)
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether restore was given this optimizer."""
@@ -137,8 +134,7 @@ class Saved:
         if self.meeting.rank == 0:
             step, damaged = self.checkpoints.newest_whole()
             said = {"step": step, "damaged": {str(k): v for k, v in damaged.items()}}
-        answers = self.meeting.exchange("restore", json.dumps(said).encode(), signature=", ".join(self.objects))
-        said = json.loads(answers[0])
+        said = self.meeting.say("restore", said, signature=", ".join(self.objects))[0]
         notes = [
             f"checkpoint {self.checkpoints.folder(int(step))} is damaged: {reason}"
             for step, reason in said["damaged"].items()
@@ -222,13 +218,10 @@ class Saved:
 
     def _apart(self, when: str, tree: object) -> MismatchError:
         """The error for processes that hold different things; all of them get it. Says what differs, and where."""
-        mine = json.dumps(fingerprint.by_path(tree)).encode()
-        answers = [json.loads(a) for a in self.meeting.exchange(f"{when}: what differs", mine, site="")]
+        answers = self.meeting.say(f"{when}: what differs", fingerprint.by_path(tree), site="")
         lines = []
         for path in dict.fromkeys(path for answer in answers for path in answer):
-            ranks: dict[str, list[int]] = {}
-            for rank, answer in enumerate(answers):
-                ranks.setdefault(answer.get(path, ""), []).append(rank)
+            ranks = by_value(answer.get(path, "") for answer in answers)
             shown = path.removeprefix("[''].")
             if "" in ranks:
                 lines.append(f"{shown}: there is none on {ranks_text(ranks[''])}")

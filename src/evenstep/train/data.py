@@ -16,23 +16,10 @@ from evenstep.errors import DataError, UsageError
 from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule
 from evenstep.plan.tree import share
-from evenstep.train.batch import pinned, split_batch, tensors, to_device
-from evenstep.train.dataset import checked_dataset, choose_order
+from evenstep.train.batch import pinned
 from evenstep.train.loading import LoaderGone, Loading
 from evenstep.train.randomness import kept_generators
-from evenstep.train.samples import Collate, Failure, MicroBatch, Samples, Task, data_error, epoch_error, probe
-
-__all__ = [
-    "MicroBatch",
-    "Reader",
-    "checked_dataset",
-    "choose_order",
-    "probe",
-    "shares",
-    "split_batch",
-    "tensors",
-    "to_device",
-]
+from evenstep.train.samples import Collate, Failure, MicroBatch, Samples, Task, data_error, epoch_error
 
 _WINDOW = 2048  # positions whose indices are computed at a time: most of the cost of a few of them is the call
 

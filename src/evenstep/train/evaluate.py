@@ -21,13 +21,15 @@ from evenstep.errors import EvenstepError, MismatchError, PeerFailed, UsageError
 from evenstep.plan.order import Natural
 from evenstep.plan.schedule import Schedule
 from evenstep.plan.tree import Node, combine, share, subtrees, tree_sum
-from evenstep.train.data import MicroBatch, Reader, checked_dataset, shares, to_device
+from evenstep.train.batch import to_device
+from evenstep.train.data import Reader, shares
+from evenstep.train.dataset import checked_dataset
 from evenstep.train.loss import evaluating
 from evenstep.train.meeting import Meeting
 from evenstep.train.randomness import Randomness, key
+from evenstep.train.samples import Collate, MicroBatch
 from evenstep.train.state import decode_tree, encode_tree
 
-Collate = Callable[[list[Any]], Any]
 Pair = tuple[float, float]
 
 _ALONE = ""  # the name of the one pair of a function that returns no dict

@@ -10,7 +10,9 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,22 @@ def ranks_text(ranks: list[int]) -> str:
     if len(ranks) > 3 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return "ranks " + ", ".join(map(str, ranks))
+
+
+def by_value(said: Iterable[str]) -> dict[str, list[int]]:
+    """Which ranks said each thing; `said` is in the order of the ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(said):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def lost_contact(rank: int, error: BaseException, when: str) -> PeerFailed:
+    """What `error`, of torch.distributed on `rank`, comes down to: another process has gone."""
+    said = f"rank {rank} lost contact with another process {when}"
+    lost = PeerFailed(said, do="see the log of the process that ended first")
+    lost.__cause__ = error
+    return lost
 
 
 @dataclass
@@ -67,10 +85,12 @@ class Meeting:
         except RuntimeError as error:
             if isinstance(error, PeerFailed):
                 raise
-            raise PeerFailed(
-                f"rank {self.rank} lost contact with another process while all met at {self.last}",
-                do="see the log of the process that ended first",
-            ) from error
+            raise lost_contact(self.rank, error, f"while all met at {self.last}") from error
+
+    def say(self, kind: str, said: object, *, signature: str = "", site: str | None = None) -> list[Any]:
+        """What each process has `said` (plain JSON values), by rank. Meets as `exchange` does."""
+        answers = self.exchange(kind, json.dumps(said).encode(), signature=signature, site=site)
+        return [json.loads(answer) for answer in answers]
 
     def _exchange(self, kind: str, payload: bytes, signature: str, site: str) -> list[bytes]:
         digest = hashlib.blake2b("\0".join((kind, signature, site)).encode(), digest_size=16).digest()
@@ -98,14 +118,9 @@ def _place(kind: str, site: str) -> str:
 
 
 def _mismatch(calls: list[dict[str, str]]) -> MismatchError:
-    places: dict[str, list[int]] = {}
     same_call = len({(c["kind"], c["site"]) for c in calls}) == 1
-    for rank, call in enumerate(calls):
-        text = _place(call["kind"], call["site"])
-        if call["signature"] and same_call:
-            text = call["signature"]
-        places.setdefault(text, []).append(rank)
-    said = [f"{ranks_text(ranks)}: {text}" for text, ranks in places.items()]
+    texts = (c["signature"] if same_call and c["signature"] else _place(c["kind"], c["site"]) for c in calls)
+    said = [f"{ranks_text(ranks)}: {text}" for text, ranks in by_value(texts).items()]
     if same_call:
         what = f"the processes called {_place(calls[0]['kind'], calls[0]['site'])} with different things"
         do = "give the same structure, shapes, dtypes and operation on every process"

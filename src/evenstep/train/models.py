@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from evenstep.errors import UsageError
-from evenstep.train.meeting import Meeting, ranks_text
+from evenstep.train.meeting import Meeting, by_value, ranks_text
 from evenstep.train.randomness import Randomness
 
 
@@ -22,7 +21,7 @@ class Models:
         self.first_step = 0  # the first step that this process does; its checks are done there
         self._meeting, self._randomness, self._device = meeting, randomness, device
         self._known: dict[int, tuple[nn.Parameter, ...]] = {}
-        self._named: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        self._inner: dict[int, list[tuple[str, nn.Parameter]]] = {}
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Moves the model to the device and adopts it. UsageError where it cannot be trained like this."""
@@ -68,12 +67,20 @@ class Models:
     def parameters(self, models: Sequence[nn.Module] | None = None) -> list[tuple[str, nn.Parameter]]:
         """Each parameter once, by name, in the order of the models. New ones of a changed model are found."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
-        for name, model in zip(self.names(), self.all, strict=True):
-            if models is not None and not any(model is m for m in models):
-                continue
-            for parameter_name, p in self._parameters(model):
-                found.setdefault(id(p), (f"{name}.{parameter_name}".lstrip("."), p))
+        for name, model in self._named(models):
+            for inner, p in self._parameters(model):
+                found.setdefault(id(p), (f"{name}.{inner}".lstrip("."), p))
         return list(found.values())
+
+    def buffers(self, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+        """Each buffer that the models have now, by name."""
+        named = self._named(models)
+        return {f"{name}.{inner}".lstrip("."): b for name, model in named for inner, b in model.named_buffers()}
+
+    def _named(self, models: Sequence[nn.Module] | None) -> list[tuple[str, nn.Module]]:
+        """The given models (None: all) with their names, in the order in which they were prepared."""
+        named = zip(self.names(), self.all, strict=True)
+        return [(name, model) for name, model in named if models is None or any(model is m for m in models)]
 
     def trained_by(self, optimizer: torch.optim.Optimizer, name: str, *, must: bool = False) -> bool:
         """Whether the optimizer updates parameters of prepared models. UsageError if it updates others beside them, or,
@@ -94,8 +101,8 @@ class Models:
         before = self._known.get(id(model), ())
         if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
             self._known[id(model)] = now
-            self._named[id(model)] = list(model.named_parameters())
-        return self._named[id(model)]
+            self._inner[id(model)] = list(model.named_parameters())
+        return self._inner[id(model)]
 
     def _check_equal(self, model: nn.Module, name: str) -> None:
         """UsageError on every process where a parameter or buffer differs between processes, naming the first."""
@@ -106,11 +113,9 @@ class Models:
             for key, value in model.state_dict(keep_vars=True).items()
             if isinstance(value, torch.Tensor)
         }
-        answers = [json.loads(a) for a in self._meeting.exchange("prepare", json.dumps(mine).encode(), signature=name)]
+        answers = self._meeting.say("prepare", mine, signature=name)
         for key in dict.fromkeys(key for answer in answers for key in answer):
-            values: dict[str, list[int]] = {}
-            for rank, answer in enumerate(answers):
-                values.setdefault(answer.get(key, "missing"), []).append(rank)
+            values = by_value(answer.get(key, "missing") for answer in answers)
             if len(values) > 1:
                 raise UsageError(
                     f"{key} of {type(model).__name__} is not the same on every process at the start ("

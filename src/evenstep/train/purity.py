@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,30 +18,31 @@ _ONCE_A_STEP = (
 
 
 class Untouched:
-    """Watches the models of one step.backward while their loss is computed, by counts that torch keeps of writes."""
+    """Watches the models of one step.backward while their loss is computed, by counts that torch keeps of writes.
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._models = models
-        self._parameters = dict(_named(models, "named_parameters"))
-        self._buffers = dict(_named(models, "named_buffers"))
+    `parameters` by name; `find_buffers` gives the buffers that the models have at the time, by name.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], find_buffers: Callable[[], dict[str, Tensor]]) -> None:
+        self._parameters, self._find_buffers = parameters, find_buffers
+        self._buffers = find_buffers()
 
     @contextmanager
     def while_computing(self, batch: Any) -> Iterator[None]:
         """LossError or UsageError, by name, for what the block changed besides what it returns."""
-        parameters, buffers, inputs = list(self._parameters.values()), list(self._buffers.values()), tensors(batch)
+        parameters, inputs = list(self._parameters.values()), tensors(batch)
+        state: list[Tensor] = [*parameters, *self._buffers.values()]
         trained = [p.requires_grad for p in parameters]
         grads = [p.grad for p in parameters]
-        written = [t._version for t in parameters + buffers]
+        written = [t._version for t in state]
         read = [t._version for t in inputs]
         yield
-        if any(p.requires_grad != before for p, before in zip(parameters, trained, strict=True)):
-            name = next(
-                n for n, was in zip(self._parameters, trained, strict=True) if self._parameters[n].requires_grad != was
-            )
-            raise LossError(
-                f"the loss function freezes or unfreezes {name}",
-                do="call requires_grad_ in the loop, before step.backward",
-            )
+        for (name, p), before in zip(self._parameters.items(), trained, strict=True):
+            if p.requires_grad != before:
+                raise LossError(
+                    f"the loss function freezes or unfreezes {name}",
+                    do="call requires_grad_ in the loop, before step.backward",
+                )
         if any(p.grad is not before for p, before in zip(parameters, grads, strict=True)):
             raise LossError(
                 "the loss function changes .grad (zero_grad, or a backward of its own)",
@@ -52,15 +53,14 @@ class Untouched:
                 "the loss function changes its batch in place: a second call, or a step done again, would see another",
                 do="compute a new tensor: x = x / 255, not x /= 255 or x.div_(255)",
             )
-        now = [t._version for t in parameters + buffers]
+        now = [t._version for t in state]
         if now != written:
             names = [*self._parameters, *self._buffers]
-            wrote = [name for name, a, b in zip(names, written, now, strict=True) if a != b]
-            _refuse(wrote)
+            _refuse([name for name, a, b in zip(names, written, now, strict=True) if a != b])
 
     def check_buffers(self) -> None:
         """UsageError where a forward replaced or added a buffer."""
-        now = dict(_named(self._models, "named_buffers"))
+        now = self._find_buffers()
         if len(now) != len(self._buffers) or any(now.get(name) is not b for name, b in self._buffers.items()):
             _refuse([name for name in now if now[name] is not self._buffers.get(name)])
 
@@ -82,12 +82,6 @@ def refuse_strangers(loss: Tensor, known: set[int]) -> None:
                 "its gradient would differ between processes",
                 do="put it into a module and prepare that, or freeze it (requires_grad_(False))",
             )
-
-
-def _named(models: Sequence[nn.Module], method: str) -> Iterator[tuple[str, Tensor]]:
-    for k, model in enumerate(models):
-        prefix = f"{type(model).__name__}." if k else ""
-        yield from ((prefix + name, tensor) for name, tensor in getattr(model, method)())
 
 
 def _refuse(names: Sequence[str]) -> None:

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenstep.errors import EvenstepError, LossError, PeerFailed, UsageError
+from evenstep.errors import EvenstepError, LossError, UsageError
 from evenstep.plan.tree import Node, combine, subtrees
+from evenstep.train.meeting import lost_contact
 
 FIRST_BUCKET = 1 << 20  # bytes; small, so that communication starts early
 BUCKET = 25 << 20  # bytes
@@ -366,8 +367,10 @@ class Reduction:
         if self.error is None:
             try:
                 self._reduce(bucket, rows)
+            except RuntimeError as error:
+                self.error = lost_contact(self.owner.rank, error, "while gradients were summed")
             except BaseException as error:
-                self.error = _lost(error)
+                self.error = error
 
     def _on_stream(self, stream: torch.cuda.Stream, bucket: Bucket, rows: list[list[list[Tensor]]]) -> None:
         self.met.wait()
@@ -495,17 +498,6 @@ def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
-
-
-def _lost(error: BaseException) -> BaseException:
-    if isinstance(error, RuntimeError) and not isinstance(error, PeerFailed):
-        lost = PeerFailed(
-            "lost contact with another process while gradients were summed",
-            do="see the log of the process that ended first",
-        )
-        lost.__cause__ = error
-        return lost
-    return error
 
 
 def _fill_buckets(params: list[torch.nn.Parameter]) -> list[Bucket]:

@@ -22,7 +22,8 @@ from evenstep.record.paths import RunPaths
 from evenstep.record.publish import write_whole
 from evenstep.train import collectives
 from evenstep.train.checkpoint import Saved, State
-from evenstep.train.data import Reader, checked_dataset, choose_order, probe, shares
+from evenstep.train.data import Reader, shares
+from evenstep.train.dataset import checked_dataset, choose_order
 from evenstep.train.evaluate import evaluate, predict
 from evenstep.train.journal import Journal
 from evenstep.train.models import Models
@@ -32,6 +33,7 @@ from evenstep.train.options import Options
 from evenstep.train.progress import plan_lines
 from evenstep.train.randomness import Randomness, key
 from evenstep.train.reduce import Reducer
+from evenstep.train.samples import probe
 from evenstep.train.state import save_model
 from evenstep.train.step import Step
 from evenstep.train.steps import Loop, Steps
@@ -262,7 +264,9 @@ class Run:
     def _begin_loop(self, schedule: Schedule, order: Order) -> int:
         if not self._models.all:
             raise UsageError("no model was prepared", do="model = run.prepare(Net()) before the loop")
-        if not self._restored:
+        if self._restored:
+            self._saved.check()
+        else:
             if self._checkpoints.steps():
                 raise UsageError(
                     f"{self.directory} holds a checkpoint, and the script does not call run.restore",
@@ -278,8 +282,6 @@ class Run:
                     "checkpoints were asked for, and the script does not call run.restore, which says what they hold",
                     do="run.restore(model=model, optimizer=optimizer, ...) before the loop",
                 )
-        if self._restored:
-            self._saved.check()
         self._check_data(schedule, order)
         first = self._first_step(schedule)
         self._looping = True
@@ -306,11 +308,11 @@ class Run:
         }
         first = probe(self._data, order, seed=self._options.seed)
         said = {**self._about_data, "steps": len(schedule), "first sample": first}
-        answers = self._meeting.exchange("run.steps", json.dumps(said).encode(), site="")
+        answers = self._meeting.say("run.steps", said, site="")
         for rank, answer in enumerate(answers):
-            if json.loads(answer) != json.loads(answers[0]):
+            if answer != answers[0]:
                 raise UsageError(
-                    f"rank {rank} has {json.loads(answer)}, rank 0 has {json.loads(answers[0])}: "
+                    f"rank {rank} has {answer}, rank 0 has {answers[0]}: "
                     "the data set, its length, its samples or its order differs between processes",
                     do="give every process the whole data set, in one order; evenstep chooses what each one reads",
                 )
@@ -318,12 +320,10 @@ class Run:
     def _first_step(self, schedule: Schedule) -> int:
         finished = self._read_finished()
         if finished is not None and (finished["left early"] or finished["steps"] >= len(schedule)):
-            early = (
-                f", left early by the script; to go on, remove {self._paths.finished}" if finished["left early"] else ""
-            )
-            self._journal.say(
-                f"{self.directory} is finished ({finished['step']} steps{early}): nothing is trained again"
-            )
+            how = f"{finished['step']} steps"
+            if finished["left early"]:
+                how += f", left early by the script; to go on, remove {self._paths.finished}"
+            self._journal.say(f"{self.directory} is finished ({how}): nothing is trained again")
             return len(schedule)
         if self._checkpoint_at is None:
             return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -111,7 +110,7 @@ def _run_directory(ground: Ground, options: Options) -> RunPaths:
             said["root"] = str(root.absolute())
         except (MachineError, OSError) as error:
             said["failed"] = error.message if isinstance(error, MachineError) else f"cannot make {options.run}: {error}"
-    answer = json.loads(ground.meeting.exchange("evenstep.start", json.dumps(said).encode(), site="")[0])
+    answer = ground.meeting.say("evenstep.start", said, site="")[0]
     if answer["failed"]:
         raise MachineError(
             answer["failed"], do="name a writable place, or make room there: --run DIR, or start(run=...)"
@@ -132,7 +131,7 @@ def _check_identity(ground: Ground, paths: RunPaths, now: dict[str, str | int | 
                 write_identity(paths.identity, now)
         except (IdentityError, MachineError) as error:
             failed = {"broken": error.message}
-    answer = json.loads(ground.meeting.exchange("evenstep.start", json.dumps(failed).encode(), site="")[0])
+    answer = ground.meeting.say("evenstep.start", failed, site="")[0]
     if "broken" in answer:
         raise MachineError(answer["broken"], do="start another run directory (--run DIR)")
     if answer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -130,21 +129,22 @@ class Step:
         return sums[""] if any(a["single"] for a in answers) else sums
 
     def _exchange(self, kind: str, said: object, site: str) -> list[Any]:
-        payload = json.dumps(said).encode()
-        return [
-            json.loads(a) for a in self._meeting.exchange(kind, payload, signature=f"step {self.number}", site=site)
-        ]
+        return self._meeting.say(kind, said, signature=f"step {self.number}", site=site)
 
     def _batch(self, index: int) -> Any:
-        k = index - self._share.start
-        while len(self._read) <= k:
+        """Micro-batch `index` of the share, on the device."""
+        count = index - self._share.start + 1
+        self._read_to(count)
+        return to_device(self._read[count - 1], self._device)
+
+    def _read_to(self, count: int) -> None:
+        """Read the first `count` micro-batches of the share, as far as they have not been."""
+        while len(self._read) < count:
             self._read.append(next(self._source))
-        return to_device(self._read[k], self._device)
 
     def _close(self) -> None:
         """What the loop's body did not read is read now: the next step's micro-batches come after it."""
-        if self._share:
-            self._batch(self._share[-1])
+        self._read_to(len(self._share))
         self._read.clear()
         self._over = True
 
@@ -175,7 +175,7 @@ class _Backward:
         refuse_batch_statistics(self.models)
         named = step._models.parameters(self.models)
         step._reducer.watch(step._models.parameters())
-        self.untouched = Untouched(self.models)
+        self.untouched = Untouched(dict(named), lambda: step._models.buffers(self.models))
         reduction = self.reduction = step._reducer.start(named, step._leaves, step._shares)
         self.trained = str(len(reduction.params)) if step._meeting.world_size == 1 else _digest(reduction.names)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import tempfile
@@ -18,7 +17,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from evenstep.environment import World
 from evenstep.errors import MachineError, UsageError
-from evenstep.train.meeting import Meeting, ranks_text
+from evenstep.train.meeting import Meeting, by_value, ranks_text
 
 TORCH_RANGE = ((2, 13), (2, 15))  # from the first, below the second; pyproject.toml says the same
 BACKENDS = ("auto", "gloo", "nccl", "mpi", "ucc")
@@ -224,11 +223,9 @@ def _cpu_vendor() -> str:
 
 def check_same(ground: Ground, things: dict[str, str | int | bool | None]) -> None:
     """UsageError on every process where `things` (name -> value) differ between processes, naming ranks and values."""
-    answers = [json.loads(a) for a in ground.meeting.exchange("evenstep.start", json.dumps(things).encode(), site="")]
+    answers = ground.meeting.say("evenstep.start", things, site="")
     for name in things:
-        values: dict[str, list[int]] = {}
-        for rank, answer in enumerate(answers):
-            values.setdefault(str(answer.get(name)), []).append(rank)
+        values = by_value(str(answer.get(name)) for answer in answers)
         if len(values) > 1:
             said = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in values.items())
             raise UsageError(
