@@ -48,12 +48,20 @@ class Settings:
     fingerprints: bool | None = None
     allow_other_identity: bool | None = None
     launch: str | None = None
+    stages: int | None = None
+    shard: bool | None = None
+    replicas: int | None = None
+    thread_replicas: int | None = None
+    split: int | None = None
 
 
 ALONE = World(0, 1, 0, 1, "python", None, None, None)
 
-_SMALLEST = {"global_batch": 1, "micro_batch": 1, "seed": 0, "threads": 1, "checkpoint_every": 1, "keep": 1}
-_SWITCHES = {"exact", "fingerprints", "allow_other_identity"}
+_SMALLEST = {
+    "global_batch": 1, "micro_batch": 1, "seed": 0, "threads": 1, "checkpoint_every": 1, "keep": 1,
+    "stages": 1, "replicas": 1, "thread_replicas": 1, "split": 1,
+}  # fmt: skip
+_SWITCHES = {"exact", "fingerprints", "allow_other_identity", "shard"}
 
 
 def read_world(environ: Mapping[str, str]) -> World:

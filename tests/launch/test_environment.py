@@ -55,7 +55,23 @@ def test_what_the_launcher_writes_is_read_back(master: tuple[str | None, int | N
 
 def test_settings_round_trip() -> None:
     full = Settings(
-        "runs/a b", 256, 32, 0, False, "gloo", 2, 100, 3, fingerprints=True, allow_other_identity=False, launch="tag"
+        run="runs/a b",
+        global_batch=256,
+        micro_batch=32,
+        seed=0,
+        exact=False,
+        backend="gloo",
+        threads=2,
+        checkpoint_every=100,
+        keep=3,
+        fingerprints=True,
+        allow_other_identity=False,
+        launch="tag",
+        stages=2,
+        shard=True,
+        replicas=2,
+        thread_replicas=4,
+        split=2,
     )
     assert all(getattr(full, field.name) is not None for field in dataclasses.fields(Settings))
     assert read_settings(write_settings(full)) == full

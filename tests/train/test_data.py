@@ -32,6 +32,7 @@ from torch.utils.data import (
 )
 
 from evenstep.errors import DataError, UsageError
+from evenstep.plan.grid import Grid
 from evenstep.plan.order import Fixed, Natural, Shuffled
 from evenstep.plan.schedule import Schedule
 from evenstep.train.batch import split_batch, tensors, to_device
@@ -72,7 +73,7 @@ def read(data: Any, schedule: Schedule, world_size: int = 1, loaders: int = 0, f
     found = {}
     for rank in range(world_size):
         with Reader(
-            data, order, shares(schedule, world_size, rank, first_step), seed=7, rank=rank, loaders=loaders, **kw
+            data, order, shares(schedule, Grid(world_size), rank, first_step), seed=7, rank=rank, loaders=loaders, **kw
         ) as reader:
             for micro_batch, batch in reader:
                 assert (micro_batch.step, micro_batch.index) not in found
@@ -169,14 +170,14 @@ def test_columns_of_tensors_give_what_collating_their_rows_gives() -> None:
 
 
 def test_reading_ends_with_stop_iteration_and_leaves_no_process() -> None:
-    with Reader(Drawing(4), Natural(4), shares(Schedule(4, 2, 2, epochs=1), 1, 0), seed=0, loaders=2) as reader:
+    with Reader(Drawing(4), Natural(4), shares(Schedule(4, 2, 2, epochs=1), Grid(1), 0), seed=0, loaders=2) as reader:
         assert len(list(reader)) == 2
         assert multiprocessing.active_children() == []
         assert list(reader) == []
 
 
 def test_closing_early_joins_the_loader_processes() -> None:
-    reader = Reader(Drawing(400), Natural(400), shares(Schedule(400, 2, 2, epochs=9), 1, 0), seed=0, loaders=2)
+    reader = Reader(Drawing(400), Natural(400), shares(Schedule(400, 2, 2, epochs=9), Grid(1), 0), seed=0, loaders=2)
     next(reader)
     assert len(multiprocessing.active_children()) == 2
     reader.close()
@@ -186,7 +187,7 @@ def test_closing_early_joins_the_loader_processes() -> None:
 
 
 def test_a_forgotten_reader_takes_its_processes_along() -> None:
-    reader = Reader(Drawing(400), Natural(400), shares(Schedule(400, 2, 2, epochs=9), 1, 0), seed=0, loaders=2)
+    reader = Reader(Drawing(400), Natural(400), shares(Schedule(400, 2, 2, epochs=9), Grid(1), 0), seed=0, loaders=2)
     next(reader)
     del reader
     assert multiprocessing.active_children() == []
@@ -202,7 +203,9 @@ class Stuck(Drawing):
 
 
 def test_closing_does_not_wait_for_ever_for_a_sample_that_never_comes() -> None:
-    reader = Reader(Stuck(9), Natural(9), shares(Schedule(9, 1, 1, epochs=1), 1, 0), seed=0, loaders=1, prefetch=4)
+    reader = Reader(
+        Stuck(9), Natural(9), shares(Schedule(9, 1, 1, epochs=1), Grid(1), 0), seed=0, loaders=1, prefetch=4
+    )
     next(reader)
     reader.close()
     assert multiprocessing.active_children() == []
@@ -280,7 +283,9 @@ def test_a_sample_that_raises_is_named(loaders: int, kind: type[Bad]) -> None:
 
 @pytest.mark.parametrize("loaders", [0, 2])
 def test_what_ended_the_reading_is_raised_again_and_is_no_end_of_the_data(loaders: int) -> None:
-    with Reader(Bad(16), Natural(16), shares(Schedule(16, 4, 4, epochs=1), 1, 0), seed=0, loaders=loaders) as reader:
+    with Reader(
+        Bad(16), Natural(16), shares(Schedule(16, 4, 4, epochs=1), Grid(1), 0), seed=0, loaders=loaders
+    ) as reader:
         with pytest.raises(DataError, match="sample 13") as first:
             list(reader)
         for _ in range(2):
@@ -290,7 +295,7 @@ def test_what_ended_the_reading_is_raised_again_and_is_no_end_of_the_data(loader
             assert again.value.__cause__ is not None
     order = choose_order(range(4), seed=0, order=lambda epoch: [0, 1, 2, 3][: 4 - epoch])
     with Reader(
-        range(4), order, shares(Schedule(4, 4, 4, epochs=2), 1, 0), seed=0, loaders=loaders, prefetch=1
+        range(4), order, shares(Schedule(4, 4, 4, epochs=2), Grid(1), 0), seed=0, loaders=loaders, prefetch=1
     ) as reader:
         for _ in range(2):
             with pytest.raises(UsageError, match=r"order\(1\) has 3 indices"):
@@ -334,7 +339,7 @@ def test_a_data_set_is_told_each_epoch_in_every_process_that_reads(subset: bool)
 @pytest.mark.parametrize("loaders", [0, 2])
 def test_the_training_process_is_told_the_epoch_of_what_it_gets(loaders: int) -> None:
     data = Curriculum(4)
-    with Reader(data, Natural(4), shares(Schedule(4, 2, 2, epochs=2), 1, 0), seed=0, loaders=loaders) as reader:
+    with Reader(data, Natural(4), shares(Schedule(4, 2, 2, epochs=2), Grid(1), 0), seed=0, loaders=loaders) as reader:
         reader.begin_epoch(0)
         assert data.epoch == 0
         assert [(m.epoch, data.epoch) for m, _ in reader] == [(0, 0), (0, 0), (1, 1), (1, 1)]
@@ -375,7 +380,9 @@ class Fatal(Drawing):
 
 def test_a_loader_process_that_is_killed_is_named() -> None:
     with (
-        Reader(Fatal(9), Natural(9), shares(Schedule(9, 1, 1, epochs=1), 1, 0), seed=0, rank=1, loaders=2) as reader,
+        Reader(
+            Fatal(9), Natural(9), shares(Schedule(9, 1, 1, epochs=1), Grid(1), 0), seed=0, rank=1, loaders=2
+        ) as reader,
         pytest.raises(
             DataError, match=r"loader process 1 \(pid \d+\) was ended by SIGKILL on rank 1, while it read sample 5"
         ),
@@ -404,7 +411,7 @@ def test_a_loader_process_that_exits_is_named_at_once(exitcode: int) -> None:
         Reader(
             a_first_sample_that_ends_its_process(exitcode),
             Natural(9),
-            shares(Schedule(9, 3, 3, epochs=1), 1, 0),
+            shares(Schedule(9, 3, 3, epochs=1), Grid(1), 0),
             seed=0,
             loaders=1,
         ) as reader,
@@ -428,7 +435,7 @@ def test_a_death_during_a_step_is_raised_where_the_next_batch_is_asked_for(exitc
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     data = a_first_sample_that_ends_its_process(exitcode, fifo)
-    with Reader(data, Natural(9), shares(Schedule(9, 1, 1, epochs=1), 1, 0), seed=0, loaders=1) as reader:
+    with Reader(data, Natural(9), shares(Schedule(9, 1, 1, epochs=1), Grid(1), 0), seed=0, loaders=1) as reader:
         next(reader)
         (process,) = multiprocessing.active_children()
         fifo.open("wb").close()
@@ -466,7 +473,7 @@ def test_a_death_right_after_the_start_is_named() -> None:
 
 
 def test_a_death_in_a_data_loader_of_the_users_stays_torchs_error() -> None:
-    mine = Reader(Drawing(9), Natural(9), shares(Schedule(9, 1, 1, epochs=1), 1, 0), seed=0, loaders=1)
+    mine = Reader(Drawing(9), Natural(9), shares(Schedule(9, 1, 1, epochs=1), Grid(1), 0), seed=0, loaders=1)
     next(mine)
     theirs = iter(
         DataLoader(
@@ -499,7 +506,7 @@ def test_batches_are_pinned_by_a_thread_which_keeps_nobody_when_a_process_dies(
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr("torch.utils.data._utils.pin_memory.MP_STATUS_CHECK_INTERVAL", 0.1)
-    micro_batches = shares(Schedule(9, 1, 1, epochs=1), 1, 0)
+    micro_batches = shares(Schedule(9, 1, 1, epochs=1), Grid(1), 0)
     with Reader(
         data, Natural(9), micro_batches, seed=0, loaders=2, pin=True, collate=lambda samples: Pinned()
     ) as reader:
@@ -530,7 +537,7 @@ def test_a_batch_that_cannot_be_sent_is_refused() -> None:
         Reader(
             Drawing(4),
             Natural(4),
-            shares(Schedule(4, 2, 2, epochs=1), 1, 0),
+            shares(Schedule(4, 2, 2, epochs=1), Grid(1), 0),
             seed=0,
             loaders=1,
             collate=lambda samples: lambda: samples,
@@ -575,7 +582,7 @@ def test_loader_processes_die_with_a_training_process_that_is_killed() -> None:
 
     def train() -> None:
         os.close(receive)
-        reader = Reader(Apart(99), Natural(99), shares(Schedule(99, 1, 1, epochs=9), 1, 0), seed=0, loaders=2)
+        reader = Reader(Apart(99), Natural(99), shares(Schedule(99, 1, 1, epochs=9), Grid(1), 0), seed=0, loaders=2)
         next(reader), next(reader)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -589,7 +596,7 @@ def test_loader_processes_die_with_a_training_process_that_is_killed() -> None:
 def test_peers_notice_at_once_when_a_training_process_with_loader_processes_is_killed(tmp_path: Path) -> None:
     def train() -> None:
         dist.init_process_group("gloo")
-        reader = Reader(Apart(99), Natural(99), shares(Schedule(99, 1, 1, epochs=9), 1, 0), seed=0, loaders=2)
+        reader = Reader(Apart(99), Natural(99), shares(Schedule(99, 1, 1, epochs=9), Grid(1), 0), seed=0, loaders=2)
         next(reader), next(reader)
         dist.all_reduce(torch.ones(1))
         if dist.get_rank() == 1:

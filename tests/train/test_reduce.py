@@ -64,9 +64,8 @@ def reduced(
     """One step.backward: `loss(i)` for every micro-batch of this process's share."""
     named = list(model.named_parameters())
     reducer.watch(named)
-    shares = [share(micro_batches, reducer.world_size, r) for r in range(reducer.world_size)]
-    reduction: Reduction = reducer.start(named, micro_batches, shares)
-    mine = shares[reducer.rank]
+    reduction: Reduction = reducer.start(named, micro_batches)
+    mine = share(micro_batches, reducer.world_size, reducer.rank)
     for i in mine:
         value = loss(i)
         if i == mine[-1]:
@@ -205,8 +204,7 @@ def test_a_failure_puts_everything_back_and_the_step_can_be_done_again(when: str
                 raise PeerFailed("rank 1 failed")
             return 4.0
 
-        shares = [share(2, world, r) for r in range(world)]
-        reduction = reducer.start(named, 2, shares)
+        reduction = reducer.start(named, 2)
         outcome = ""
         try:
             if rank == 1 and when == "before":

@@ -68,6 +68,17 @@ def _elsewhere(ctx: click.Context, param: click.Parameter, value: str | None) ->
     type=click.Choice(["auto", "gloo", "nccl", "mpi", "ucc"]),
     help="What processes talk through. auto: nccl where there are GPUs, else gloo.",
 )
+@click.option("--stages", type=_POSITIVE, metavar="S", help="Cut the model into pipeline stages, one process each.")
+@click.option("--shard", is_flag=True, default=None, help="Each process holds a part of every parameter (FSDP2).")
+@click.option(
+    "--replicas", type=_POSITIVE, metavar="R", help="With --shard: sharded copies of the model.  [default: 1]"
+)
+@click.option(
+    "--thread-replicas", type=_POSITIVE, metavar="T", help="Replicas of the model in threads of each process."
+)
+@click.option(
+    "--split", type=_POSITIVE, metavar="D", help="Spread the model of a process (or thread replica) over D devices."
+)
 @click.option("--threads", type=_POSITIVE, metavar="T", help="Intra-op threads of each process.")
 @click.option("--checkpoint-every", type=_POSITIVE, metavar="N", help="Optimizer steps between checkpoints.")
 @click.option("--keep", type=_POSITIVE, metavar="K", help="Checkpoints to keep.")
@@ -107,6 +118,11 @@ def run(
     run_directory: str | None,
     exact: bool | None,
     backend: str | None,
+    stages: int | None,
+    shard: bool | None,
+    replicas: int | None,
+    thread_replicas: int | None,
+    split: int | None,
     threads: int | None,
     checkpoint_every: int | None,
     keep: int | None,
@@ -140,6 +156,11 @@ def run(
         keep=keep,
         fingerprints=fingerprints or None,
         allow_other_identity=allow_other_identity or None,
+        stages=stages,
+        shard=shard or None,
+        replicas=replicas,
+        thread_replicas=thread_replicas,
+        split=split,
     )
     outcome = run_local(
         Script(script, as_module, arguments),

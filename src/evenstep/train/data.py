@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from evenstep.errors import DataError, UsageError
+from evenstep.plan.grid import Grid
 from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule
-from evenstep.plan.tree import share
 from evenstep.train.batch import pinned
 from evenstep.train.loading import LoaderGone, Loading
 from evenstep.train.randomness import kept_generators
@@ -24,11 +24,11 @@ from evenstep.train.samples import Collate, Failure, MicroBatch, Samples, Task, 
 _WINDOW = 2048  # positions whose indices are computed at a time: most of the cost of a few of them is the call
 
 
-def shares(schedule: Schedule, world_size: int, rank: int, first_step: int = 0) -> Iterator[MicroBatch]:
-    """The micro-batches that `rank` computes, from step `first_step` to the end."""
+def shares(schedule: Schedule, grid: Grid, rank: int, first_step: int = 0) -> Iterator[MicroBatch]:
+    """The micro-batches that `rank` reads, from step `first_step` to the end."""
     for number in range(first_step, len(schedule)):
         step = schedule.step(number)
-        for index in share(step.micro_batches, world_size, rank):
+        for index in grid.read(step.micro_batches, rank):
             yield MicroBatch(number, step.epoch, index, *step.micro(index))
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import EvenstepError, MismatchError, PeerFailed, UsageError
+from evenstep.plan.grid import Grid
 from evenstep.plan.order import Natural
 from evenstep.plan.schedule import Schedule
 from evenstep.plan.tree import Node, combine, share, subtrees, tree_sum
@@ -144,7 +145,7 @@ def _reader(
     what: str,
 ) -> Reader:
     """Reads this process's micro-batches."""
-    mine = shares(schedule, meeting.world_size, meeting.rank)
+    mine = shares(schedule, Grid(meeting.world_size), meeting.rank)
     seed = key(randomness.seed, what)
     pin = torch.device(device).type == "cuda"
     order = Natural(len(data))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -16,15 +16,15 @@ from evenstep.train.randomness import Randomness
 class Models:
     """The models that were given to `run.prepare`, in that order."""
 
-    def __init__(self, meeting: Meeting, randomness: Randomness, device: torch.device) -> None:
+    def __init__(self, meeting: Meeting, randomness: Randomness, place: Callable[[nn.Module], None]) -> None:
         self.all: list[nn.Module] = []
         self.first_step = 0  # the first step that this process does; its checks are done there
-        self._meeting, self._randomness, self._device = meeting, randomness, device
+        self._meeting, self._randomness, self._place = meeting, randomness, place
         self._known: dict[int, tuple[nn.Parameter, ...]] = {}
         self._inner: dict[int, list[tuple[str, nn.Parameter]]] = {}
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Moves the model to the device and adopts it. UsageError where it cannot be trained like this."""
+        """Places the model and adopts it. UsageError where it cannot be trained like this."""
         if not isinstance(model, nn.Module):
             raise UsageError(
                 f"prepare got {type(model).__name__}, expected a torch.nn.Module",
@@ -40,9 +40,9 @@ class Models:
         lazy = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
         if lazy:
             raise UsageError(f"{lazy[0]} has no shape yet (a lazy module)", do="run one forward before prepare")
-        model.to(self._device)
         self._check_equal(model, f"{type(model).__name__}, number {len(self.all)}")
         self._randomness.key_blocks(model, str(len(self.all)))
+        self._place(model)
         self.all.append(model)
         return model
 

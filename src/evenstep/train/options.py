@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 from evenstep.environment import Settings
 from evenstep.errors import UsageError
+from evenstep.plan.grid import grid
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class Options:
     keep: int
     fingerprints: bool
     allow_other_identity: bool
+    stages: int = 1
+    shard: bool = False
+    replicas: int | None = None
+    thread_replicas: int = 1
+    split: int = 1
 
 
 def choose(settings: Settings, script: Options, world_size: int) -> Options:
@@ -35,8 +41,15 @@ def choose(settings: Settings, script: Options, world_size: int) -> Options:
 
     both = {field.name for field in fields(Options)} & {field.name for field in fields(Settings)}
     chosen = replace(script, **{name: first(name) for name in both})  # type: ignore[arg-type]
-    for name, least in (("global_batch", 1), ("micro_batch", 1), ("seed", 0), ("threads", 1), ("keep", 1)):
+    for name, least in (
+        ("global_batch", 1), ("micro_batch", 1), ("seed", 0), ("threads", 1), ("keep", 1),
+        ("stages", 1), ("thread_replicas", 1), ("split", 1),
+    ):  # fmt: skip
         _whole(name, getattr(chosen, name), least)
+    if chosen.replicas is not None:
+        _whole("replicas", chosen.replicas, 1)
+    computing = grid(world_size, stages=chosen.stages, shard=chosen.shard, replicas=chosen.replicas)
+    workers = world_size // computing.stages * chosen.thread_replicas
     if chosen.checkpoint_every is not None:
         _whole("checkpoint_every", chosen.checkpoint_every, 1)
     if chosen.global_batch < chosen.micro_batch:
@@ -46,14 +59,22 @@ def choose(settings: Settings, script: Options, world_size: int) -> Options:
             do=f"give micro_batch={chosen.global_batch} or less (--micro-batch), or a larger --global-batch",
         )
     micro_batches = -(-chosen.global_batch // chosen.micro_batch)
-    if world_size > micro_batches:
+    if workers > micro_batches:
         raise UsageError(
-            f"{world_size} processes for {micro_batches} micro-batches (global_batch={chosen.global_batch}, "
+            f"{_workers(chosen, world_size)} for {micro_batches} micro-batches (global_batch={chosen.global_batch}, "
             f"micro_batch={chosen.micro_batch}): some would never have anything to do",
-            do=f"start at most {micro_batches} processes (--processes), or give "
-            f"micro_batch={max(1, chosen.global_batch // world_size)} or less (--micro-batch)",
+            do=f"start at most {micro_batches} of them (--processes, --thread-replicas), or give "
+            f"micro_batch={max(1, chosen.global_batch // workers)} or less (--micro-batch)",
         )
     return chosen
+
+
+def _workers(chosen: Options, world_size: int) -> str:
+    """What computes micro-batches side by side."""
+    said = f"{world_size} processes"
+    if chosen.stages > 1:
+        said = f"{world_size // chosen.stages} pipelines of {chosen.stages} stages"
+    return said + (f" of {chosen.thread_replicas} thread replicas" if chosen.thread_replicas > 1 else "")
 
 
 def _whole(name: str, value: object, least: int) -> None:

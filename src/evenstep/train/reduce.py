@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenstep.errors import EvenstepError, LossError, UsageError
-from evenstep.plan.tree import Node, combine, subtrees
+from evenstep.plan.tree import Node, combine, share, subtrees
 from evenstep.train.meeting import lost_contact
 
 FIRST_BUCKET = 1 << 20  # bytes; small, so that communication starts early
@@ -93,7 +93,10 @@ class Bucket:
 
 
 class Reducer:
-    """Hooks and memory that last over steps. One for a run; `start` begins the reduction of one backward."""
+    """Hooks and memory that last over steps. One for a run; `start` begins the reduction of one backward.
+
+    `rank` of `world_size` counts replicas of the model (or of this process's stage of it), `group` connects them.
+    """
 
     def __init__(
         self, rank: int, world_size: int, group: dist.ProcessGroup | None, device: torch.device, exact: bool
@@ -114,14 +117,15 @@ class Reducer:
                 self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._ready)
                 self.names[id(p)] = name
 
-    def start(self, named: Named, leaves: int, shares: Sequence[range]) -> Reduction:
-        """Begins to reduce the gradients of `named` over micro-batches 0..leaves-1, of which shares[r] are rank r's."""
+    def start(self, named: Named, leaves: int) -> Reduction:
+        """Begins to reduce the gradients of `named` over micro-batches 0..leaves-1, shared out among the replicas."""
         trained = [(name, p) for name, p in reversed(named) if p.requires_grad]  # about as backward reaches them
         if not trained:
             raise UsageError(
                 "no parameter of the model requires a gradient",
                 do="unfreeze a parameter, or leave step.backward out",
             )
+        shares = [share(leaves, self.world_size, rank) for rank in range(self.world_size)]
         self.active = Reduction(self, trained, leaves, shares)
         return self.active
 

@@ -26,13 +26,13 @@ from evenstep.train.data import Reader, shares
 from evenstep.train.dataset import checked_dataset, choose_order
 from evenstep.train.evaluate import evaluate, predict
 from evenstep.train.journal import Journal
+from evenstep.train.layout import lay_out
 from evenstep.train.models import Models
 from evenstep.train.norm import clip_
 from evenstep.train.optimizers import OptimizerWatch
 from evenstep.train.options import Options
 from evenstep.train.progress import plan_lines
 from evenstep.train.randomness import Randomness, key
-from evenstep.train.reduce import Reducer
 from evenstep.train.samples import probe
 from evenstep.train.state import save_model
 from evenstep.train.step import Step
@@ -58,8 +58,8 @@ class Run:
         self._options, self._ground, self._paths, self._put_back = options, ground, paths, put_back
         self._meeting = ground.meeting
         self._randomness = Randomness(options.seed)
-        self._models = Models(self._meeting, self._randomness, ground.device)
-        self._reducer = Reducer(self.rank, self.world_size, ground.data, ground.device, options.exact)
+        self._layout = lay_out(options, ground)
+        self._models = Models(self._meeting, self._randomness, self._layout.place)
         self._checkpoints = Checkpoints(paths)
         self._saved = Saved(self._models, self._meeting, self._checkpoints)
         self._journal = Journal(paths, self.rank)
@@ -128,7 +128,7 @@ class Run:
         schedule = Schedule(chosen.length, options.global_batch, options.micro_batch, epochs, steps, drop_last)
 
         def read(schedule: Schedule, first: int) -> Reader:
-            mine = shares(schedule, self.world_size, self.rank, first)
+            mine = shares(schedule, self._layout.grid, self.rank, first)
             pin = self.device.type == "cuda"
             return Reader(
                 data, chosen, mine, seed=options.seed, rank=self.rank, collate=collate, loaders=loaders, pin=pin
@@ -356,7 +356,7 @@ class Run:
     def _begin_step(self, plan: StepPlan, batches: Iterator[Any]) -> Step:
         self._epoch = plan.epoch
         self._randomness.begin_step(plan.number)
-        step = Step(plan, batches, self._models, self._reducer, self._randomness, self._meeting, self.device)
+        step = Step(plan, batches, self._models, self._layout, self._randomness, self._meeting, self.device)
         self._open_step = plan, step
         self._optimizers.step = step
         return step
@@ -497,7 +497,7 @@ class Run:
                 if self._finished and self._fingerprint is not None and self.rank == 0:
                     print(f"fingerprint: {self._fingerprint[1]}", flush=True)
         finally:
-            self._reducer.close(wait=not failed)
+            self._layout.reducer.close(wait=not failed)
             self._optimizers.end()
             self._meeting.closed = True
             self._journal.close()

@@ -41,6 +41,11 @@ def start(
     keep: int = 2,
     fingerprints: bool = False,
     allow_other_identity: bool = False,
+    stages: int = 1,
+    shard: bool = False,
+    replicas: int | None = None,
+    thread_replicas: int = 1,
+    split: int = 1,
 ) -> Run:
     """Begin a run. The layout comes from the launcher; a script started with plain `python` is one process.
 
@@ -57,6 +62,11 @@ def start(
     checkpoint_every: steps between checkpoints (default: at each epoch's end). keep: how many stay.
     fingerprints: compute and record the fingerprint after every step, not only at checkpoints.
     allow_other_identity: go on in a run directory that was made with other options or on another kind of machine.
+    stages: cut the model into pipeline stages, one process each; processes that are left make replicas of it.
+    shard: each process holds a part of every parameter (FSDP2). replicas: how many such copies there are.
+    thread_replicas: replicas of the model in threads of each process, on one device each (on the CPU: one thread).
+    split: spread the model of each process (or thread replica) over so many devices.
+    None of the last five changes a bit of the result.
 
     Raises UsageError for options that cannot work, before anything is computed.
     """
@@ -79,6 +89,11 @@ def start(
         keep=keep,
         fingerprints=fingerprints,
         allow_other_identity=allow_other_identity,
+        stages=stages,
+        shard=shard,
+        replicas=replicas,
+        thread_replicas=thread_replicas,
+        split=split,
     )
     options = choose(read_settings(os.environ), asked, world.world_size)
     used = check_backend(options.backend)

@@ -13,8 +13,9 @@ from torch import nn
 
 from evenstep.errors import EvenstepError, LossError, PeerFailed, UsageError
 from evenstep.plan.schedule import StepPlan
-from evenstep.plan.tree import share, tree_sum
+from evenstep.plan.tree import tree_sum
 from evenstep.train.batch import split_batch, to_device
+from evenstep.train.layout import Layout
 from evenstep.train.loss import (
     Leaf,
     LossFn,
@@ -29,7 +30,6 @@ from evenstep.train.meeting import Meeting, call_site
 from evenstep.train.models import Models
 from evenstep.train.purity import Untouched, refuse_strangers
 from evenstep.train.randomness import Randomness
-from evenstep.train.reduce import Reducer
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Step:
         plan: StepPlan,
         batches: Iterator[Any],
         models: Models,
-        reducer: Reducer,
+        layout: Layout,
         randomness: Randomness,
         meeting: Meeting,
         device: torch.device,
@@ -66,12 +66,12 @@ class Step:
         self.result: Result | None = None  # of the last call of backward
         self.stepped = False  # an optimizer has used it
         self._over = False
-        self._leaves, self._plan = plan.micro_batches, plan
-        self._shares = [share(self._leaves, meeting.world_size, rank) for rank in range(meeting.world_size)]
-        self._share = self._shares[meeting.rank]
+        self._plan = plan
+        self._share = layout.grid.leaves(plan.micro_batches, meeting.rank)
+        self._to_read = layout.grid.read(plan.micro_batches, meeting.rank)
         self._source = batches
         self._read: list[Any] = []
-        self._models, self._reducer, self._randomness = models, reducer, randomness
+        self._models, self._layout, self._randomness = models, layout, randomness
         self._meeting, self._device = meeting, device
         self._calls = 0
 
@@ -93,7 +93,7 @@ class Step:
         chosen = self._models.chosen(models)
         call = self._calls
         self._calls += 1
-        return _Backward(self, loss_fn, chosen, call, call_site()).run()
+        return Work(self, loss_fn, chosen, call, call_site()).run()
 
     def total(self, fn: Callable[[Any], Any]) -> Any:
         """The sums over the global batch of `fn(batch)`: a number, or a dict {name: number}. Equal on every process.
@@ -115,7 +115,7 @@ class Step:
                     value = fn(self._batch(i))
                     single = not isinstance(value, Mapping)
                     named = {"": value} if single else value
-                    rows.append({str(name): float(v) for name, v in named.items()})
+                    rows.append((i, {str(name): float(v) for name, v in named.items()}))
         except Exception as caught:
             error = caught
         said = {"failed": None if error is None else _line(error), "rows": rows, "single": single}
@@ -123,7 +123,9 @@ class Step:
         if error is not None:
             raise error
         _refuse_failed(answers, self.number)
-        by_leaf: list[dict[str, float]] = [row for answer in answers for row in answer["rows"]]
+        by_leaf: list[dict[str, float]] = [
+            row for _, row in sorted({i: r for a in answers for i, r in a["rows"]}.items())
+        ]
         names = list(dict.fromkeys(name for row in by_leaf for name in row))
         sums = {name: tree_sum(row.get(name) for row in by_leaf) for name in names}
         return sums[""] if any(a["single"] for a in answers) else sums
@@ -132,19 +134,19 @@ class Step:
         return self._meeting.say(kind, said, signature=f"step {self.number}", site=site)
 
     def _batch(self, index: int) -> Any:
-        """Micro-batch `index` of the share, on the device."""
-        count = index - self._share.start + 1
+        """Micro-batch `index` of those that this process reads, on the device."""
+        count = self._to_read.index(index) + 1
         self._read_to(count)
         return to_device(self._read[count - 1], self._device)
 
     def _read_to(self, count: int) -> None:
-        """Read the first `count` micro-batches of the share, as far as they have not been."""
+        """Read the first `count` micro-batches of this process, as far as they have not been."""
         while len(self._read) < count:
             self._read.append(next(self._source))
 
     def _close(self) -> None:
         """What the loop's body did not read is read now: the next step's micro-batches come after it."""
-        self._read_to(len(self._share))
+        self._read_to(len(self._to_read))
         self._read.clear()
         self._over = True
 
@@ -159,11 +161,16 @@ class _OnlyInTraining(Exception):
     """A loss that needs training mode or gradients is not looked at: what is wrong there too, the step shows."""
 
 
-class _Backward:
-    """One call of step.backward."""
+class Work:
+    """One call of step.backward: what a layout's `compute` is given.
+
+    For each of the micro-batches `share`, in order: `leaf(i)` gives the loss with its graph; once before the last
+    backward of the share (or at once where it is empty) `open()`; after each backward `reduction.leaf_done()`.
+    """
 
     def __init__(self, step: Step, loss_fn: LossFn, models: Sequence[nn.Module], call: int, site: str) -> None:
         self.step, self.loss_fn, self.models, self.call, self.site = step, loss_fn, models, call, site
+        self.share = step._share
         self.first = step.number == step._models.first_step and call == 0
         self.leaves: dict[int, Leaf] = {}
         self.graph = False  # some loss of this process has one
@@ -171,56 +178,51 @@ class _Backward:
         self.result: Result | None = None
 
     def run(self) -> Result:
-        step = self.step
+        step, layout = self.step, self.step._layout
         refuse_batch_statistics(self.models)
         named = step._models.parameters(self.models)
-        step._reducer.watch(step._models.parameters())
+        layout.reducer.watch(step._models.parameters())
         self.untouched = Untouched(dict(named), lambda: step._models.buffers(self.models))
-        reduction = self.reduction = step._reducer.start(named, step._leaves, step._shares)
-        self.trained = str(len(reduction.params)) if step._meeting.world_size == 1 else _digest(reduction.names)
+        self.trained = _digest([name for name, p in named if p.requires_grad])
+        self.reduction = layout.reducer.start(named, step._plan.micro_batches)
         try:
             with step._randomness.keyed(), naming_nondeterministic(self.first):
                 if self.first:
                     self._first_checks()
-                for i in step._share:
-                    loss = self._leaf(i)
-                    if self.first and i == step._share.start:
-                        refuse_strangers(loss, {id(p) for _, p in step._models.parameters()})
-                    if i == step._share[-1]:
-                        reduction.open(self._meet)
-                    if loss.requires_grad:
-                        loss.backward()
-                    del loss
-                    reduction.leaf_done()
+                layout.compute(self)
                 self.untouched.check_buffers()
-                if not step._share:
-                    reduction.open(self._meet)
         except Exception as error:
             self.failed = _line(error)
-            reduction.fail(self._meet, self._tell)
+            self.reduction.fail(self._meet, self._tell)
             raise
         except BaseException:  # Ctrl-C: this process ends now and waits for nobody
-            reduction.put_back()
+            self.reduction.put_back()
             raise
-        reduction.finish(self._tell)
+        self.reduction.finish(self._tell)
         assert self.result is not None
         step.result = self.result
         step.stepped = False
         return self.result
 
-    def _leaf(self, i: int) -> torch.Tensor:
+    def open(self) -> None:
+        """Before the last backward of the share: losses and weights are exchanged, full buckets leave from now on."""
+        self.reduction.open(self._meet)
+
+    def leaf(self, i: int) -> torch.Tensor:
         """The loss of micro-batch i, with its graph."""
         step = self.step
         batch = step._batch(i)
         step._randomness.begin_micro_batch(step.number, self.call, i)
         with torch.enable_grad():
-            found = leaf(self._computed(batch), i)
+            found = leaf(self.computed(batch), i)
         total = found.total
+        if self.first and not self.leaves:
+            refuse_strangers(total, {id(p) for _, p in step._models.parameters()})
         self.graph = self.graph or total.requires_grad
         self.leaves[i] = Leaf(total.detach(), found.value, found.weight, found.metrics)
         return total
 
-    def _computed(self, batch: Any) -> Any:
+    def computed(self, batch: Any) -> Any:
         """What the loss function returns for `batch`, with nothing else changed."""
         self.reduction.computing = True
         try:
@@ -232,7 +234,7 @@ class _Backward:
     def _first_checks(self) -> None:
         """Once a run, on the process that has micro-batch 0: is the loss additive over samples?"""
         step = self.step
-        if 0 not in step._share:
+        if 0 not in self.share:
             return
         batch = step._batch(0)
         first, stop = step._plan.micro(0)
@@ -243,7 +245,7 @@ class _Backward:
         def evaluate(part: Any, draw: int) -> tuple[float, float | None]:
             step._randomness.begin("additive", step.number, draw)
             try:
-                returned = self._computed(part)
+                returned = self.computed(part)
             except (LossError, UsageError):
                 raise  # it changes what it must not
             except Exception as error:
@@ -255,13 +257,13 @@ class _Backward:
             return found.value, found.weight
 
         with evaluating(self.models), suppress(_OnlyInTraining):
-            check_additive(evaluate, batch, halves, step._reducer.exact)
+            check_additive(evaluate, batch, halves, step._layout.exact)
 
     # ---- what processes tell each other
 
     def _meet(self) -> float | None:
         """Exchanges losses and weights; returns what the gradients are divided by."""
-        rows = [] if self.failed else [(x.value, x.weight, x.metrics) for _, x in sorted(self.leaves.items())]
+        rows = [] if self.failed else [(i, (x.value, x.weight, x.metrics)) for i, x in self.leaves.items()]
         said = {"failed": self.failed, "trained": self.trained, "graph": self.graph, "rows": rows}
         answers = self.step._exchange("step.backward", said, self.site)
         if self.failed is not None:
@@ -277,7 +279,8 @@ class _Backward:
                 "no loss of this step depends on a parameter: there is nothing to differentiate",
                 do="return the loss as computed, without .detach(), torch.no_grad() or .item()",
             )
-        self.result = _result([row for answer in answers for row in answer["rows"]], self.step.number)
+        by_leaf = {i: row for answer in answers for i, row in answer["rows"]}
+        self.result = _result([row for _, row in sorted(by_leaf.items())], self.step.number)
         return self.result.weight
 
     def _tell(self) -> EvenstepError:

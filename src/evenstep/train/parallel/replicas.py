@@ -1,0 +1,22 @@
+"""Data parallelism: each process has a whole model and computes neighbouring micro-batches, one after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from evenstep.train.step import Work
+
+
+def compute(work: Work) -> None:
+    """The leaves of this process. Gradients leave while the backward pass of the last one still runs."""
+    if not work.share:
+        work.open()
+    for i in work.share:
+        loss = work.leaf(i)
+        if i == work.share[-1]:
+            work.open()
+        if loss.requires_grad:
+            loss.backward()
+        del loss
+        work.reduction.leaf_done()
