@@ -11,11 +11,14 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from evenstep.train.generators import Own, cpu_generator, current, drawing_from
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -26,7 +29,13 @@ def key(*parts: int | str) -> int:
 
 
 def seed_generators(seed: int) -> None:
-    """Set the generators of torch (CPU, and CUDA if it is in use), random and numpy. `seed`: 0..2^63-1."""
+    """Set the generators of torch (CPU, and CUDA if it is in use), random and numpy. `seed`: 0..2^63-1.
+
+    In the thread of a replica: its own generators, and none that threads share."""
+    own = current()
+    if own is not None:
+        own.seed(seed)
+        return
     torch.default_generator.manual_seed(seed)  # torch.manual_seed costs 80 us more
     if torch.cuda.is_initialized():
         for generator in torch.cuda.default_generators:
@@ -51,6 +60,18 @@ def kept_generators() -> Iterator[None]:
         np.random.set_state(legacy)
 
 
+@dataclass
+class _Keys:
+    """Where the keyed randomness of a thread stands."""
+
+    active: bool = False
+    work: int = 0  # the key of the micro-batch, or whatever `begin` named
+    calls: dict[str, int] = field(default_factory=dict)  # block -> calls of it so far in this micro-batch
+    # (key of the generator on entry, block) -> key. Activation checkpointing runs a block again with the generator
+    # put back, so the second run finds the first one's key here instead of counting a further call.
+    known: dict[tuple[int, str], int] = field(default_factory=dict)
+
+
 class Randomness:
     """The keyed randomness of one run: what the generators are set to, and when.
 
@@ -59,12 +80,14 @@ class Randomness:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._active = False
-        self._work = 0  # the key of the micro-batch, or whatever `begin` named
-        self._calls: dict[str, int] = {}  # block -> calls of it so far in this micro-batch
-        # (key of the generator on entry, block) -> key. Activation checkpointing runs a block again with the generator
-        # put back, so the second run finds the first one's key here instead of counting a further call.
-        self._known: dict[tuple[int, str], int] = {}
+        self._main = _Keys()
+
+    @contextmanager
+    def keyed_replica(self, own: Own) -> Iterator[None]:
+        """As `keyed`, for the thread that it is called in, which draws from `own`."""
+        own.keys = _Keys(active=True)
+        with drawing_from(own):
+            yield
 
     def begin_step(self, step: int) -> None:
         """Key the generators for what the user's own loop draws in `step`: it is the same after a resume."""
@@ -73,13 +96,12 @@ class Randomness:
     @contextmanager
     def keyed(self) -> Iterator[None]:
         """The work inside keys the generators; afterwards they stand where they stood before."""
-        before = self._active, self._work, self._calls, self._known
+        before, self._main = self._main, _Keys(active=True)
         with kept_generators():
-            self._active, self._calls, self._known = True, {}, {}
             try:
                 yield
             finally:
-                self._active, self._work, self._calls, self._known = before
+                self._main = before
 
     def begin_micro_batch(self, step: int, call: int, index: int) -> None:
         """Key the generators for micro-batch `index` in the `call`-th step.backward of `step` (inside `keyed()`)."""
@@ -87,9 +109,10 @@ class Randomness:
 
     def begin(self, *parts: int | str) -> None:
         """Key the generators for the work that `parts` name (inside `keyed()`); blocks count their calls anew."""
-        self._work = key(self.seed, *parts)
-        self._calls.clear()
-        seed_generators(self._work)
+        keys = self._keys()
+        keys.work = key(self.seed, *parts)
+        keys.calls.clear()
+        seed_generators(keys.work)
 
     def key_blocks(self, model: nn.Module, name: str) -> list[RemovableHandle]:
         """Key the generators on entry to and exit from each block of `model`. `name` tells models of a run apart."""
@@ -102,15 +125,21 @@ class Randomness:
 
     def cross(self, place: str) -> None:
         """A call of a block begins or ends at `place`."""
-        if not self._active:
+        keys = self._keys()
+        if not keys.active:
             return
-        known = torch.default_generator.initial_seed(), place
-        seed = self._known.get(known)
+        known = cpu_generator().initial_seed(), place
+        seed = keys.known.get(known)
         if seed is None:
-            nth = self._calls.get(place, 0)
-            self._calls[place] = nth + 1
-            seed = self._known[known] = key(self._work, place, nth)
+            nth = keys.calls.get(place, 0)
+            keys.calls[place] = nth + 1
+            seed = keys.known[known] = key(keys.work, place, nth)
         seed_generators(seed)
+
+    def _keys(self) -> _Keys:
+        own = current()
+        keys: _Keys = self._main if own is None else own.keys
+        return keys
 
 
 class _Border:
