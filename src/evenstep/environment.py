@@ -47,6 +47,9 @@ class Settings:
     keep: int | None = None
     fingerprints: bool | None = None
     allow_other_identity: bool | None = None
+    loaders: int | None = None  # of run.steps
+    stop_after: int | None = None  # end the script after so many steps; the run is not finished
+    trace_step: int | None = None  # write into the run directory what happens in this step (train/trace.py)
     launch: str | None = None
     stages: int | None = None
     shard: bool | None = None
@@ -59,6 +62,7 @@ ALONE = World(0, 1, 0, 1, "python", None, None, None)
 
 _SMALLEST = {
     "global_batch": 1, "micro_batch": 1, "seed": 0, "threads": 1, "checkpoint_every": 1, "keep": 1,
+    "loaders": 0, "stop_after": 1, "trace_step": 0,
     "stages": 1, "replicas": 1, "thread_replicas": 1, "split": 1,
 }  # fmt: skip
 _SWITCHES = {"exact", "fingerprints", "allow_other_identity", "shard"}

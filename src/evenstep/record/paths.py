@@ -27,6 +27,10 @@ class RunPaths:
         """What the process of this rank did, one JSON object a line."""
         return self.root / "events" / f"rank-{rank}.jsonl"
 
+    def trace(self, rank: int) -> Path:
+        """What happened in one step of the process of this rank, hashed, in the form of `events`."""
+        return self.root / "trace" / f"rank-{rank}.jsonl"
+
     @property
     def launcher_events(self) -> Path:
         """What the launcher did, in the form of `events`."""

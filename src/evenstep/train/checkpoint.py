@@ -216,6 +216,11 @@ class Saved:
             raise self._apart(when, tree)
         return fingerprint.to_hex(fingerprint.add(share.part for share in shares))
 
+    def hashes(self) -> dict[str, str]:
+        """The fingerprint of each tensor and plain value that the fingerprint is of, by its path. Of this process."""
+        tree = {name: thing.state_dict() for name, thing in self._counted().items()}
+        return {path.removeprefix("['']."): value for path, value in fingerprint.by_path(tree).items()}
+
     def _apart(self, when: str, tree: object) -> MismatchError:
         """The error for processes that hold different things; all of them get it. Says what differs, and where."""
         answers = self.meeting.say(f"{when}: what differs", fingerprint.by_path(tree), site="")

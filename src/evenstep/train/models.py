@@ -67,17 +67,17 @@ class Models:
     def parameters(self, models: Sequence[nn.Module] | None = None) -> list[tuple[str, nn.Parameter]]:
         """Each parameter once, by name, in the order of the models. New ones of a changed model are found."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
-        for name, model in self._named(models):
+        for name, model in self.named(models):
             for inner, p in self._parameters(model):
                 found.setdefault(id(p), (f"{name}.{inner}".lstrip("."), p))
         return list(found.values())
 
     def buffers(self, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
         """Each buffer that the models have now, by name."""
-        named = self._named(models)
+        named = self.named(models)
         return {f"{name}.{inner}".lstrip("."): b for name, model in named for inner, b in model.named_buffers()}
 
-    def _named(self, models: Sequence[nn.Module] | None) -> list[tuple[str, nn.Module]]:
+    def named(self, models: Sequence[nn.Module] | None = None) -> list[tuple[str, nn.Module]]:
         """The given models (None: all) with their names, in the order in which they were prepared."""
         named = zip(self.names(), self.all, strict=True)
         return [(name, model) for name, model in named if models is None or any(model is m for m in models)]

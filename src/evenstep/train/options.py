@@ -30,6 +30,9 @@ class Options:
     replicas: int | None = None
     thread_replicas: int = 1
     split: int = 1
+    loaders: int | None = None
+    stop_after: int | None = None
+    trace_step: int | None = None
 
 
 def choose(settings: Settings, script: Options, world_size: int) -> Options:

@@ -37,6 +37,7 @@ from evenstep.train.samples import probe
 from evenstep.train.state import save_model
 from evenstep.train.step import Step
 from evenstep.train.steps import Loop, Steps
+from evenstep.train.trace import Trace
 from evenstep.train.world import Ground, disconnect
 
 _ORDER_SAMPLE = 64  # how many indices, from both ends of an epoch, processes compare
@@ -70,7 +71,7 @@ class Run:
         self._done = 0  # optimizer steps since the start of the run
         self._epoch = 0
         self._open_step: tuple[StepPlan, Step] | None = None
-        self._restored = self._looping = self._finished = self._closed = False
+        self._restored = self._looping = self._finished = self._stopped = self._closed = False
         self._checkpoint_at: int | None = None  # after which step the last checkpoint was tried or found
         self._failure: str | None = None  # why it could not be written, on rank 0
         self._fingerprint: tuple[int, str] | None = None  # the newest one, and after which step
@@ -130,8 +131,9 @@ class Run:
         def read(schedule: Schedule, first: int) -> Reader:
             mine = shares(schedule, self._layout.grid, self.rank, first)
             pin = self.device.type == "cuda"
+            count = loaders if options.loaders is None else options.loaders
             return Reader(
-                data, chosen, mine, seed=options.seed, rank=self.rank, collate=collate, loaders=loaders, pin=pin
+                data, chosen, mine, seed=options.seed, rank=self.rank, collate=collate, loaders=count, pin=pin
             )
 
         loop = Loop(self._begin_loop, read, self._begin_step, self._after_step, self._finish)
@@ -358,6 +360,9 @@ class Run:
         self._randomness.begin_step(plan.number)
         step = Step(plan, batches, self._models, self._layout, self._randomness, self._meeting, self.device)
         self._open_step = plan, step
+        if plan.number == self._options.trace_step:
+            step.trace = Trace(self._paths, self.rank, self._models, self._data, self._saved.hashes)
+            step.trace.begin(plan.number, self._options.exact)
         self._optimizers.step = step
         return step
 
@@ -367,6 +372,8 @@ class Run:
         self._done, self._cursor = plan.number + 1, plan.cursor_after
         loss = step.result.loss if step.result else None
         said = {"fingerprint": self._fingerprint_now()} if self._options.fingerprints else {}
+        if step.trace is not None:
+            step.trace.end()
         self._journal.step_done(self._done, plan.epoch, loss, plan.samples, cursor=self._cursor, **said)
         if plan.number == self._models.first_step and not step.stepped:
             missing = "step.backward" if step.result is None else "an optimizer's step"
@@ -374,8 +381,16 @@ class Run:
         every = self._options.checkpoint_every
         if self._restored and (self._done % every == 0 if every else plan.ends_epoch):
             self._checkpoint()
+        if self._done == self._options.stop_after:
+            self._stop()
 
     # ---- checkpoints and the end
+
+    def _stop(self) -> None:
+        """As asked (EVENSTEP_STOP_AFTER), the script ends here, well. The run is not finished: it can go on."""
+        self._stopped = True
+        self._journal.emit("stopped", step=self._done)
+        raise SystemExit(0)
 
     def _checkpoint(self) -> None:
         fingerprint = self._fingerprint_now()
@@ -446,7 +461,7 @@ class Run:
 
     def _finish_if_over(self) -> None:
         """A loop that was left by break is over. One that was left by an exception can go on another time."""
-        if self._finished or not self._looping:
+        if self._finished or self._stopped or not self._looping:
             return
         assert self._steps is not None
         if self._steps.left_by_break:
@@ -511,4 +526,4 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close(failed=error is not None)
+        self._close(failed=error is not None and not self._stopped)

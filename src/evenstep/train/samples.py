@@ -192,7 +192,7 @@ def probe(data: Any, order: Order, *, seed: int) -> str:
                 (sample,) = samples.read(task)
             except Exception:
                 return ""  # the reader says it, with the sample and the process
-            digests.append(_digest(sample))  # at once: the data set may hand out the same object again
+            digests.append(digest(sample))  # at once: the data set may hand out the same object again
     if digests[0] != digests[-1]:
         raise UsageError(
             f"{type(data).__name__} gave two different samples for {task.name(0)} with the generators set alike: "
@@ -203,7 +203,8 @@ def probe(data: Any, order: Order, *, seed: int) -> str:
     return digests[0]
 
 
-def _digest(sample: Any) -> str:
+def digest(sample: Any) -> str:
+    """Of a sample or a batch of any type, as hex; "" for a type unknown."""
     try:
         return hashlib.blake2b(encode_tree(_encodable(sample)), digest_size=16).hexdigest()
     except Exception:

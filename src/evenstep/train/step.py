@@ -30,6 +30,7 @@ from evenstep.train.meeting import Meeting, call_site
 from evenstep.train.models import Models
 from evenstep.train.purity import Untouched, refuse_strangers
 from evenstep.train.randomness import Randomness
+from evenstep.train.trace import Trace, traced
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Step:
         self._models, self._layout, self._randomness = models, layout, randomness
         self._meeting, self._device = meeting, device
         self._calls = 0
+        self.trace: Trace | None = None  # of this step, where it is asked for
 
     def backward(self, loss_fn: LossFn, *models: nn.Module) -> Result:
         """Put the mean gradient of the global batch into `.grad` of every parameter (added to what is there, as
@@ -93,7 +95,10 @@ class Step:
         chosen = self._models.chosen(models)
         call = self._calls
         self._calls += 1
-        return Work(self, loss_fn, chosen, call, call_site()).run()
+        result = Work(self, loss_fn, chosen, call, call_site()).run()
+        if self.trace is not None:
+            self.trace.gradients(call)
+        return result
 
     def total(self, fn: Callable[[Any], Any]) -> Any:
         """The sums over the global batch of `fn(batch)`: a number, or a dict {name: number}. Equal on every process.
@@ -213,8 +218,9 @@ class Work:
         step = self.step
         batch = step._batch(i)
         step._randomness.begin_micro_batch(step.number, self.call, i)
-        with torch.enable_grad():
+        with torch.enable_grad(), traced(step.trace, self.call, i, self.loss_fn, batch) as tell:
             found = leaf(self.computed(batch), i)
+            tell(found)
         total = found.total
         if self.first and not self.leaves:
             refuse_strangers(total, {id(p) for _, p in step._models.parameters()})
