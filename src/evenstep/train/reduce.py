@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -161,46 +161,27 @@ class Reducer:
             self.active.ready(p)
 
 
-class Reduction:
-    """The gradients of one `step.backward`: from the first micro-batch's backward to the mean in every `.grad`.
-
-    Calls, in this order: for each micro-batch of the share `leaf_done` after its backward; `open` once, before the
-    last backward (or at once where the share is empty); then `finish`, or `fail` from wherever an error came up.
-    Nothing but these changes `.grad`, and `.grad` from before is put back by a failure.
+class Leaves:
+    """The gradients of the leaves of a share, added into whole subtrees as they come: after the backward of each one
+    call `leaf_done`. `named` are the parameters, `stack` the subtrees' sums in the order of `params`.
     """
 
-    def __init__(self, owner: Reducer, named: Named, leaves: int, shares: Sequence[range]) -> None:
-        self.owner = owner
+    def __init__(self, named: Named, share: range, exact: bool, known: Mapping[int, str]) -> None:
+        """`known`: names of all parameters that could get a gradient, by id."""
         self.params = [p for _, p in named]
         self.index = {id(p): k for k, p in enumerate(self.params)}
         self.names = [name for name, _ in named]
-        self.kept = [p.grad for p in self.params]
-        for p in self.params:
-            p.grad = None
-        self.leaves, self.share = leaves, shares[owner.rank]
-        self.nodes = [subtrees(s) for s in shares]
-        self.position = self.share.start
+        self.share, self.exact, self.known = share, exact, known
+        self.position = share.start
         self.stack: list[tuple[Node, list[Tensor | None]]] = []
         self.fired: set[int] = set()
-        self.buckets = list(owner.buckets(self.params)) if owner.world_size > 1 else []
-        self.left = [len(b.params) for b in self.buckets]
-        self.bucket_of = [k for k, b in enumerate(self.buckets) for _ in b.params]
-        self.launched = 0
-        self.last = False  # the share's last micro-batch is under way: full buckets leave
         self.computing = False  # a loss is being computed: no gradient may come now
-        self.opened = False
-        self.failed = False
-        self.divisor: float | None = None
-        self.error: BaseException | None = None  # from the communication thread
-        self.met = threading.Event()
 
-    # ---- in order of a step
-
-    def ready(self, p: Tensor) -> None:
-        """A parameter's gradient of this micro-batch is whole. Called by autograd."""
+    def ready(self, p: Tensor) -> int:
+        """A parameter's gradient of this micro-batch is whole. Called by autograd. Returns its place in `params`."""
         k = self.index.get(id(p))
         if k is None:
-            name = self.owner.names.get(id(p), "a parameter")
+            name = self.known.get(id(p), "a parameter")
             raise LossError(
                 f"the loss gave a gradient to {name}, whose model was not given to step.backward",
                 do="give every model that the loss trains: step.backward(loss_fn, first, second); "
@@ -222,11 +203,73 @@ class Reduction:
                 f"{self.names[k]} has a sparse gradient, which cannot be summed in the fixed tree",
                 do="use nn.Embedding(..., sparse=False)",
             )
+        return k
+
+    def leaf_done(self) -> None:
+        """After the backward of each micro-batch of the share."""
+        i = self.position
+        self.position += 1
+        self.fired.clear()
+        if not self.exact:
+            return  # autograd adds them all up in .grad
+        if i % 2 == 0 and i + 1 < self.share.stop:
+            return  # a left child: autograd adds its sibling to it, in place
+        paired = i % 2 == 1 and i > self.share.start
+        self.push(Node(1, i >> 1) if paired else Node(0, i), self.take())
+
+    def take(self) -> list[Tensor | None]:
+        """What `.grad` holds, which is empty then."""
+        grads = [None if p.grad is None else p.grad.resolve_conj().resolve_neg() for p in self.params]
+        for p in self.params:
+            p.grad = None
+        return grads
+
+    def push(self, node: Node, grads: list[Tensor | None]) -> None:
+        """The sum of a subtree, next to those that are there."""
+        while self.stack and node.index % 2 == 1 and self.stack[-1][0] == Node(node.level, node.index - 1):
+            _, left = self.stack.pop()
+            grads = _added(left, grads)
+            node = Node(node.level + 1, node.index >> 1)
+        self.stack.append((node, grads))
+
+
+class Reduction(Leaves):
+    """The gradients of one `step.backward`: from the first micro-batch's backward to the mean in every `.grad`.
+
+    Calls, in this order: for each micro-batch of the share `leaf_done` after its backward; `open` once, before the
+    last backward (or at once where the share is empty); then `finish`, or `fail` from wherever an error came up.
+    Nothing but these changes `.grad`, and `.grad` from before is put back by a failure.
+    """
+
+    def __init__(self, owner: Reducer, named: Named, leaves: int, shares: Sequence[range]) -> None:
+        super().__init__(named, shares[owner.rank], owner.exact, owner.names)
+        self.owner = owner
+        self.kept = [p.grad for p in self.params]
+        for p in self.params:
+            p.grad = None
+        self.leaves = leaves
+        self.nodes = [subtrees(s) for s in shares]
+        self.buckets = list(owner.buckets(self.params)) if owner.world_size > 1 else []
+        self.left = [len(b.params) for b in self.buckets]
+        self.bucket_of = [k for k, b in enumerate(self.buckets) for _ in b.params]
+        self.launched = 0
+        self.last = False  # the share's last micro-batch is under way: full buckets leave
+        self.opened = False
+        self.failed = False
+        self.divisor: float | None = None
+        self.error: BaseException | None = None  # from the communication thread
+        self.met = threading.Event()
+
+    # ---- in order of a step
+
+    def ready(self, p: Tensor) -> int:
+        k = super().ready(p)
         if self.last and self.buckets:
             self.left[self.bucket_of[k]] -= 1
             # The last bucket waits for the end of the backward, so that a failure until then can travel with it.
             while self.launched < len(self.buckets) - 1 and self.left[self.launched] == 0:
                 self._launch()
+        return k
 
     def open(self, meet: Callable[[], float | None]) -> None:
         """Before the last backward of the share: `meet` exchanges losses and weights with the other processes and
@@ -246,16 +289,11 @@ class Reduction:
         self.owner.lane.submit(work)
 
     def leaf_done(self) -> None:
-        """After the backward of each micro-batch of the share."""
-        i = self.position
-        self.position += 1
-        self.fired.clear()
-        if self.last or not self.owner.exact:
-            return  # the last leaf stays in .grad; without exactness autograd adds them all up there
-        if i % 2 == 0 and i + 1 < self.share.stop:
-            return  # a left child: autograd adds its sibling to it, in place
-        paired = i % 2 == 1 and i > self.share.start
-        self._push(Node(1, i >> 1) if paired else Node(0, i), self._take())
+        if self.last:
+            self.position += 1
+            self.fired.clear()  # the last leaf stays in .grad
+        else:
+            super().leaf_done()
 
     def finish(self, tell: Callable[[], EvenstepError]) -> None:
         """Waits for the other processes and puts the mean gradient into every `.grad` (None where unused).
@@ -299,23 +337,8 @@ class Reduction:
             pass  # the others are gone or know already; this process's own error is what counts
         self.put_back()
 
-    # ---- the leaves of this process
-
-    def _take(self) -> list[Tensor | None]:
-        grads = [None if p.grad is None else p.grad.resolve_conj().resolve_neg() for p in self.params]
-        for p in self.params:
-            p.grad = None
-        return grads
-
-    def _push(self, node: Node, grads: list[Tensor | None]) -> None:
-        while self.stack and node.index % 2 == 1 and self.stack[-1][0] == Node(node.level, node.index - 1):
-            _, left = self.stack.pop()
-            grads = _added(left, grads)
-            node = Node(node.level + 1, node.index >> 1)
-        self.stack.append((node, grads))
-
     def _alone(self) -> list[Tensor | None]:
-        total = self._take()
+        total = self.take()
         for _, left in reversed(self.stack):
             total = _added(left, total)
         self.stack.clear()
