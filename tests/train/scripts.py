@@ -64,6 +64,26 @@ def classification(model: nn.Module, batch: Any) -> Any:
     return loss, len(labels), {"accuracy": ((out.argmax(1) == labels).sum(), len(labels))}
 
 
+class BatchNormConvolutions(nn.Module):
+    """Both norms see every micro-batch twice; `extra` only some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout2d(0.2), nn.Flatten()
+        )
+        self.middle = nn.Sequential(nn.Linear(512, 16), nn.BatchNorm1d(16, momentum=None), nn.ReLU(), nn.Dropout(0.1))
+        self.extra = nn.BatchNorm1d(16, affine=False)
+        self.classify = nn.Linear(16, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.middle(self.features(images)) + self.middle(self.features(images.flip(3)))
+        if hidden.detach().sum() > 16 * len(images):
+            hidden = self.extra(hidden)
+        result: Tensor = self.classify(hidden)
+        return result
+
+
 class Sentences:
     """Sequences of different lengths; a token's target is the next one."""
 
@@ -134,6 +154,19 @@ def train_cnn(directory: Path, make: MakeOptimizer = adamw, loaders: int = 0, **
             optimizer.step()
             optimizer.zero_grad()
             run.log(loss=result.loss, **result.metrics)
+    return fingerprints(run)
+
+
+def train_batchnorm(directory: Path, make: MakeOptimizer = momentum, loaders: int = 0, **options: Any) -> list[str]:
+    with training_run(directory, **options) as run:
+        model = run.prepare(BatchNormConvolutions())
+        optimizer = make(model.parameters())
+        steps = run.steps(Pictures(54), epochs=2, loaders=loaders)
+        run.restore(model=model, optimizer=optimizer)
+        for step in steps:
+            step.backward(classification)
+            optimizer.step()
+            optimizer.zero_grad()
     return fingerprints(run)
 
 

@@ -491,30 +491,6 @@ def test_a_loss_that_needs_gradients_or_training_mode_is_fine(tmp_path: Path) ->
             step.backward(penalised)
 
 
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (nn.BatchNorm1d(8), r"1 is a BatchNorm1d in training mode(.|\n)*GroupNorm"),
-        (nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), "_u"),
-    ],
-)
-def test_layers_whose_state_would_depend_on_the_layout(tmp_path: Path, layer: nn.Module, message: str) -> None:
-    with begin(tmp_path) as run:
-        run.prepare(nn.Sequential(nn.Linear(2, 8), layer, nn.Linear(8, 3)))
-        for step in run.steps(DATA, epochs=1):
-            with pytest.raises(UsageError, match=message):
-                step.backward(loss_fn)
-            break
-
-
-def test_a_frozen_batch_norm_is_fine(tmp_path: Path) -> None:
-    with begin(tmp_path) as run:
-        model = run.prepare(nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
-        model[1].eval()
-        for step in run.steps(DATA, epochs=1):
-            step.backward(loss_fn)
-
-
 def test_operations_without_a_deterministic_form_are_named(tmp_path: Path) -> None:
     def unpools(model: nn.Module, batch: Any) -> Any:
         x = model(batch[0])[:, None]

@@ -17,6 +17,7 @@ from evenstep.plan.grid import Grid, grid
 from evenstep.train.options import Options
 from evenstep.train.parallel import replicas
 from evenstep.train.reduce import Reducer
+from evenstep.train.statistics import Statistics
 from evenstep.train.world import Ground
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Layout:
     """Puts a prepared model where this layout wants it; once for each model."""
     reducer: Reducer
     """Sums the gradients of this process's leaves and those of the other replicas."""
+    statistics: Statistics
+    """Sums what BatchNorm layers see, over the processes that hold the same layers."""
     compute: Callable[[Work], None]
     """Computes this process's micro-batches of one step.backward."""
 
@@ -49,7 +52,8 @@ def lay_out(options: Options, ground: Ground) -> Layout:
     for name in (name for name, wanted in asked.items() if wanted):
         raise UsageError(f"{name} is not there yet")
     reducer = Reducer(ground.world.rank, ground.world.world_size, ground.data, ground.device, options.exact)
-    return Layout(cut, options.exact, lambda model: _to(model, ground), reducer, replicas.compute)
+    statistics = Statistics(ground.meeting)
+    return Layout(cut, options.exact, lambda model: _to(model, ground), reducer, statistics, replicas.compute)
 
 
 def _to(model: nn.Module, ground: Ground) -> None:

@@ -172,27 +172,6 @@ def _check_weights(whole: float | None, parts: Sequence[float | None]) -> None:
 # ---- models
 
 
-def refuse_batch_statistics(models: Sequence[nn.Module]) -> None:
-    """UsageError for layers that would take their statistics from one process's share, before anything is computed."""
-    for model in models:
-        for name, module in model.named_modules():
-            if not module.training:
-                continue
-            kind = type(module).__name__
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                raise UsageError(
-                    f"{name or 'the model'} is a {kind} in training mode: its running statistics would depend on "
-                    "which process computes which micro-batch",
-                    do=f"use nn.GroupNorm or nn.LayerNorm, or freeze it with model.{name}.eval() before each step",
-                )
-            if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
-                raise UsageError(
-                    f"{name or 'the model'} is a {kind} that tracks running statistics, which would depend on which "
-                    "process computes which micro-batch",
-                    do="use track_running_stats=False",
-                )
-
-
 @contextmanager
 def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
     """Eval mode without gradients; afterwards every module is in the mode it was in."""

@@ -37,7 +37,8 @@ class Models:
             )
         if any(model is m for m in self.all):
             return model
-        lazy = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+        state = [*model.named_parameters(), *model.named_buffers()]
+        lazy = [name for name, value in state if nn.parameter.is_lazy(value)]
         if lazy:
             raise UsageError(f"{lazy[0]} has no shape yet (a lazy module)", do="run one forward before prepare")
         self._check_equal(model, f"{type(model).__name__}, number {len(self.all)}")
@@ -77,6 +78,11 @@ class Models:
         named = self.named(models)
         return {f"{name}.{inner}".lstrip("."): b for name, model in named for inner, b in model.named_buffers()}
 
+    def modules(self, models: Sequence[nn.Module] | None = None) -> dict[str, nn.Module]:
+        """Each module that the models have now, by name, parents before their children."""
+        named = self.named(models)
+        return {f"{name}.{inner}".strip("."): m for name, model in named for inner, m in model.named_modules()}
+
     def named(self, models: Sequence[nn.Module] | None = None) -> list[tuple[str, nn.Module]]:
         """The given models (None: all) with their names, in the order in which they were prepared."""
         named = zip(self.names(), self.all, strict=True)
@@ -98,8 +104,8 @@ class Models:
 
     def _parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         now = tuple(model.parameters())
-        before = self._known.get(id(model), ())
-        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+        before = self._known.get(id(model))
+        if before is None or len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
             self._known[id(model)] = now
             self._inner[id(model)] = list(model.named_parameters())
         return self._inner[id(model)]

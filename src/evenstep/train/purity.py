@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,16 +20,26 @@ _ONCE_A_STEP = (
 class Untouched:
     """Watches the models of one step.backward while their loss is computed, by counts that torch keeps of writes.
 
-    `parameters` by name; `find_buffers` gives the buffers that the models have at the time, by name.
+    `parameters` by name; `find_buffers` gives the buffers that the models have at the time, by name; `modules` by name.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], find_buffers: Callable[[], dict[str, Tensor]]) -> None:
-        self._parameters, self._find_buffers = parameters, find_buffers
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        find_buffers: Callable[[], dict[str, Tensor]],
+        modules: Mapping[str, nn.Module],
+    ) -> None:
+        self._parameters, self._find_buffers, self._modules = parameters, find_buffers, modules
         self._buffers = find_buffers()
 
     @contextmanager
-    def while_computing(self, batch: Any) -> Iterator[None]:
-        """LossError or UsageError, by name, for what the block changed besides what it returns."""
+    def while_computing(self, batch: Any, *, contents: bool = False) -> Iterator[None]:
+        """LossError or UsageError, by name, for what the block changed besides what it returns.
+
+        With `contents` buffers are compared by value too: F.batch_norm writes into the running statistics that it is
+        given, and torch does not count that.
+        """
+        copies = {name: b.clone() for name, b in self._buffers.items() if not b.is_meta} if contents else {}
         parameters, inputs = list(self._parameters.values()), tensors(batch)
         state: list[Tensor] = [*parameters, *self._buffers.values()]
         trained = [p.requires_grad for p in parameters]
@@ -56,13 +66,33 @@ class Untouched:
         now = [t._version for t in state]
         if now != written:
             names = [*self._parameters, *self._buffers]
-            _refuse([name for name, a, b in zip(names, written, now, strict=True) if a != b])
+            self._refuse([name for name, a, b in zip(names, written, now, strict=True) if a != b])
+        changed = [name for name, before in copies.items() if not _equal(before, self._buffers[name])]
+        if changed:
+            self._refuse(changed)
 
     def check_buffers(self) -> None:
         """UsageError where a forward replaced or added a buffer."""
         now = self._find_buffers()
         if len(now) != len(self._buffers) or any(now.get(name) is not b for name, b in self._buffers.items()):
-            _refuse([name for name in now if now[name] is not self._buffers.get(name)])
+            self._refuse([name for name in now if now[name] is not self._buffers.get(name)])
+
+    def _refuse(self, names: Sequence[str]) -> None:
+        said = ", ".join(self._with_layer(name) for name in names[:5])
+        raise UsageError(
+            f"the forward pass writes the model's own state in training: {said}. On several processes each would write "
+            "what its own micro-batches give",
+            do=_ONCE_A_STEP,
+        )
+
+    def _with_layer(self, name: str) -> str:
+        """`name` of a tensor, and what layer it belongs to."""
+        owner = self._modules.get(name.rpartition(".")[0])
+        return name if owner is None else f"{name} (of a {type(owner).__name__})"
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def refuse_strangers(loss: Tensor, known: set[int]) -> None:
@@ -82,11 +112,3 @@ def refuse_strangers(loss: Tensor, known: set[int]) -> None:
                 "its gradient would differ between processes",
                 do="put it into a module and prepare that, or freeze it (requires_grad_(False))",
             )
-
-
-def _refuse(names: Sequence[str]) -> None:
-    raise UsageError(
-        f"the forward pass writes the model's own state in training: {', '.join(names[:5])}. On several processes each "
-        "would write what its own micro-batches give",
-        do=_ONCE_A_STEP,
-    )

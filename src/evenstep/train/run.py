@@ -513,6 +513,7 @@ class Run:
                     print(f"fingerprint: {self._fingerprint[1]}", flush=True)
         finally:
             self._layout.reducer.close(wait=not failed)
+            self._layout.statistics.close()
             self._optimizers.end()
             self._meeting.closed = True
             self._journal.close()

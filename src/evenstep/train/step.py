@@ -23,13 +23,13 @@ from evenstep.train.loss import (
     evaluating,
     leaf,
     naming_nondeterministic,
-    refuse_batch_statistics,
     refuse_tensor,
 )
 from evenstep.train.meeting import Meeting, call_site
 from evenstep.train.models import Models
 from evenstep.train.purity import Untouched, refuse_strangers
 from evenstep.train.randomness import Randomness
+from evenstep.train.statistics import Change, mixes_samples, refuse_statistics
 from evenstep.train.trace import Trace, traced
 
 
@@ -181,17 +181,20 @@ class Work:
         self.graph = False  # some loss of this process has one
         self.failed: str | None = None
         self.result: Result | None = None
+        self.changes: list[Change] = []  # of running statistics
 
     def run(self) -> Result:
         step, layout = self.step, self.step._layout
-        refuse_batch_statistics(self.models)
+        modules = step._models.modules(self.models)
+        refuse_statistics(modules.items())
+        layout.statistics.watch(step._models.modules().items())
         named = step._models.parameters(self.models)
         layout.reducer.watch(step._models.parameters())
-        self.untouched = Untouched(dict(named), lambda: step._models.buffers(self.models))
+        self.untouched = Untouched(dict(named), lambda: step._models.buffers(self.models), modules)
         self.trained = _digest([name for name, p in named if p.requires_grad])
         self.reduction = layout.reducer.start(named, step._plan.micro_batches)
         try:
-            with step._randomness.keyed(), naming_nondeterministic(self.first):
+            with step._randomness.keyed(), layout.statistics.active(), naming_nondeterministic(self.first):
                 if self.first:
                     self._first_checks()
                 layout.compute(self)
@@ -204,6 +207,7 @@ class Work:
             self.reduction.put_back()
             raise
         self.reduction.finish(self._tell)
+        layout.statistics.apply(self.changes)
         assert self.result is not None
         step.result = self.result
         step.stepped = False
@@ -218,8 +222,13 @@ class Work:
         step = self.step
         batch = step._batch(i)
         step._randomness.begin_micro_batch(step.number, self.call, i)
-        with torch.enable_grad(), traced(step.trace, self.call, i, self.loss_fn, batch) as tell:
-            found = leaf(self.computed(batch), i)
+        statistics = step._layout.statistics
+        with (
+            torch.enable_grad(),
+            traced(step.trace, self.call, i, self.loss_fn, batch) as tell,
+            statistics.collect(i),
+        ):
+            found = leaf(self.computed(batch, contents=self.first and not self.leaves), i)
             tell(found)
         total = found.total
         if self.first and not self.leaves:
@@ -228,11 +237,11 @@ class Work:
         self.leaves[i] = Leaf(total.detach(), found.value, found.weight, found.metrics)
         return total
 
-    def computed(self, batch: Any) -> Any:
+    def computed(self, batch: Any, *, contents: bool = False) -> Any:
         """What the loss function returns for `batch`, with nothing else changed."""
         self.reduction.computing = True
         try:
-            with self.untouched.while_computing(batch):
+            with self.untouched.while_computing(batch, contents=contents):
                 return self.loss_fn(*self.models, batch)
         finally:
             self.reduction.computing = False
@@ -262,6 +271,8 @@ class Work:
                 raise _OnlyInTraining from error
             return found.value, found.weight
 
+        if any(mixes_samples(module) for module in step._models.modules(self.models).values()):
+            return
         with evaluating(self.models), suppress(_OnlyInTraining):
             check_additive(evaluate, batch, halves, step._layout.exact)
 
@@ -270,7 +281,14 @@ class Work:
     def _meet(self) -> float | None:
         """Exchanges losses and weights; returns what the gradients are divided by."""
         rows = [] if self.failed else [(i, (x.value, x.weight, x.metrics)) for i, x in self.leaves.items()]
-        said = {"failed": self.failed, "trained": self.trained, "graph": self.graph, "rows": rows}
+        statistics = self.step._layout.statistics
+        said = {
+            "failed": self.failed,
+            "trained": self.trained,
+            "graph": self.graph,
+            "statistics": statistics.collected,
+            "rows": rows,
+        }
         answers = self.step._exchange("step.backward", said, self.site)
         if self.failed is not None:
             return None
@@ -287,6 +305,9 @@ class Work:
             )
         by_leaf = {i: row for answer in answers for i, row in answer["rows"]}
         self.result = _result([row for _, row in sorted(by_leaf.items())], self.step.number)
+        if any(a["statistics"] for a in answers):
+            signature = f"step {self.step.number}"
+            self.changes = statistics.exchange(self.step._plan.micro_batches, signature=signature, site=self.site)
         return self.result.weight
 
     def _tell(self) -> EvenstepError:
