@@ -56,6 +56,7 @@ class Settings:
     replicas: int | None = None
     thread_replicas: int | None = None
     split: int | None = None
+    precision: str | None = None
 
 
 ALONE = World(0, 1, 0, 1, "python", None, None, None)

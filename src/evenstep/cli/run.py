@@ -68,6 +68,9 @@ def _elsewhere(ctx: click.Context, param: click.Parameter, value: str | None) ->
     type=click.Choice(["auto", "gloo", "nccl", "mpi", "ucc"]),
     help="What processes talk through. auto: nccl where there are GPUs, else gloo.",
 )
+@click.option(
+    "--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="What losses are computed in.  [default: fp32]"
+)
 @click.option("--stages", type=_POSITIVE, metavar="S", help="Cut the model into pipeline stages, one process each.")
 @click.option("--shard", is_flag=True, default=None, help="Each process holds a part of every parameter (FSDP2).")
 @click.option(
@@ -118,6 +121,7 @@ def run(
     run_directory: str | None,
     exact: bool | None,
     backend: str | None,
+    precision: str | None,
     stages: int | None,
     shard: bool | None,
     replicas: int | None,
@@ -156,6 +160,7 @@ def run(
         keep=keep,
         fingerprints=fingerprints or None,
         allow_other_identity=allow_other_identity or None,
+        precision=precision,
         stages=stages,
         shard=shard or None,
         replicas=replicas,

@@ -11,6 +11,7 @@ import json
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from evenstep.train.samples import Collate, MicroBatch
 from evenstep.train.state import decode_tree, encode_tree
 
 Pair = tuple[float, float]
+Computing = Callable[[], AbstractContextManager[object]]
 
 _ALONE = ""  # the name of the one pair of a function that returns no dict
 
@@ -48,11 +50,12 @@ def evaluate(
     step: int = 0,
     collate: Collate | None = None,
     loaders: int = 0,
+    computing: Computing = nullcontext,
 ) -> float | dict[str, float]:
     """The mean of `fn` over `data`: a number, or {name: number}, equal on every process and layout.
 
     `fn(*models, batch)` returns (sum over the samples, weight), or {name: (sum, weight)}. Models are in eval mode
-    without gradients; afterwards each module is in the mode that it was in.
+    without gradients; afterwards each module is in the mode that it was in. `fn` is called inside `computing()`.
     """
     checked_dataset(data)
     schedule = _schedule(data, micro_batch)
@@ -66,7 +69,7 @@ def evaluate(
             found.append(_pairs(returned, f"{_name(fn)}, micro-batch {m.index}"))
 
         with _reader(data, schedule, randomness, meeting, device, collate, loaders, "evaluate") as reader:
-            _run(reader, fn, models, randomness, device, ("evaluate", step), take)
+            _run(reader, fn, models, randomness, device, computing, ("evaluate", step), take)
         values = [{name: (float(s), float(w)) for name, (s, w) in pairs.items()} for pairs in found]
         return json.dumps(_parts(values, mine)).encode()
 
@@ -96,6 +99,7 @@ def predict(
     step: int = 0,
     collate: Collate | None = None,
     loaders: int = 0,
+    computing: Computing = nullcontext,
 ) -> Any:
     """The outputs of `fn` for all of `data`, in data order, on every process; tensors on the CPU.
 
@@ -117,7 +121,7 @@ def predict(
                 raise _ragged(f"it returned {forms[0]}", f"{where} returned {forms[-1]}")
 
         with _reader(data, schedule, randomness, meeting, device, collate, loaders, "predict") as reader:
-            _run(reader, fn, models, randomness, device, ("predict", step), take)
+            _run(reader, fn, models, randomness, device, computing, ("predict", step), take)
         return encode_tree([forms[0], _joined(outputs)] if outputs else ["", None])
 
     answers = _together(meeting, "predict", f"{len(data)} samples, micro-batches of {schedule.micro_batch}", work)
@@ -168,6 +172,7 @@ def _run(
     models: Sequence[nn.Module],
     randomness: Randomness,
     device: torch.device | str,
+    computing: Computing,
     work: tuple[str, int],
     take: Callable[[MicroBatch, Any], None],
 ) -> None:
@@ -175,7 +180,9 @@ def _run(
     with evaluating(models), randomness.keyed():
         for m, batch in reader:
             randomness.begin(*work, m.index)
-            take(m, fn(*models, to_device(batch, device)))
+            with computing():
+                returned = fn(*models, to_device(batch, device))
+            take(m, returned)
 
 
 def _together(meeting: Meeting, kind: str, signature: str, work: Callable[[], bytes]) -> list[bytes]:

@@ -30,7 +30,6 @@ FORM = """def loss_fn(model, batch):                     # one micro-batch -> (s
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = os.path.dirname(os.path.dirname(__file__))
 _DRAWS = 8  # evaluations of a loss that draws random numbers, to compare its mean with that of its halves
-_ROUNDING = 5e-3  # relative; far above what other kernel shapes change, far below what a mean does
 
 
 @dataclass(frozen=True)
@@ -116,13 +115,18 @@ def _kind(value: object) -> str:
 
 
 def check_additive(
-    evaluate: Callable[[Any, int], tuple[float, float | None]], batch: object, halves: Sequence[object], exact: bool
+    evaluate: Callable[[Any, int], tuple[float, float | None]],
+    batch: object,
+    halves: Sequence[object],
+    exact: bool,
+    rounding: float,
 ) -> None:
     """LossError unless the loss of `batch` is the sum of the losses of its two halves.
 
     `evaluate(batch, draw)` gives (sum, weight), with random numbers keyed by `draw`. A loss that draws random numbers
     (noise, time steps) is compared in the mean over some draws; one that gives another value for the same draw has
-    a state of its own and is refused too (where `exact`).
+    a state of its own and is refused too (where `exact`). `rounding` is relative: far above what other kernel shapes
+    change, far below what a mean does.
     """
     whole = [evaluate(batch, 0), evaluate(batch, 1)]
     again = evaluate(batch, 0)
@@ -148,7 +152,7 @@ def check_additive(
     spread = 0.0
     if random:
         spread = 8 * math.sqrt((statistics.variance(wholes) + statistics.variance(sums)) / len(wholes))
-    if gap > _ROUNDING * size + spread:
+    if gap > rounding * size + spread:
         raise LossError(
             f"the loss is not additive over samples: one micro-batch gives {statistics.fmean(wholes):.6g}, "
             f"its two halves give {statistics.fmean(sums):.6g} together",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch.optim import Optimizer
@@ -10,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from evenstep.errors import UsageError
 from evenstep.train.checkpoint import Saved
 from evenstep.train.models import Models
+from evenstep.train.precision import refuse_scaler
 from evenstep.train.step import Step
 
 
@@ -50,6 +52,8 @@ class OptimizerWatch:
                 f"a {name} updates the model, and run.restore was not given it: a resume would start its state anew",
                 do="run.restore(..., optimizer=optimizer)",
             )
+        if trains:
+            refuse_scaler(sys._getframe(1))
         self._known[id(optimizer)] = optimizer, size
 
     def _after(self, *_: object) -> None:

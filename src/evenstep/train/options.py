@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from evenstep.environment import Settings
 from evenstep.errors import UsageError
 from evenstep.plan.grid import grid
+from evenstep.train.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Options:
     replicas: int | None = None
     thread_replicas: int = 1
     split: int = 1
+    precision: str = "fp32"
     loaders: int | None = None
     stop_after: int | None = None
     trace_step: int | None = None
@@ -53,6 +55,8 @@ def choose(settings: Settings, script: Options, world_size: int) -> Options:
         _whole("replicas", chosen.replicas, 1)
     computing = grid(world_size, stages=chosen.stages, shard=chosen.shard, replicas=chosen.replicas)
     workers = world_size // computing.stages * chosen.thread_replicas
+    if chosen.precision not in PRECISIONS:
+        raise UsageError(f"precision={chosen.precision!r}, expected one of {', '.join(PRECISIONS)}")
     if chosen.checkpoint_every is not None:
         _whole("checkpoint_every", chosen.checkpoint_every, 1)
     if chosen.global_batch < chosen.micro_batch:

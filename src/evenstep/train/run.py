@@ -31,6 +31,7 @@ from evenstep.train.models import Models
 from evenstep.train.norm import clip_
 from evenstep.train.optimizers import OptimizerWatch
 from evenstep.train.options import Options
+from evenstep.train.precision import Precision
 from evenstep.train.progress import plan_lines
 from evenstep.train.randomness import Randomness, key
 from evenstep.train.samples import probe
@@ -60,6 +61,7 @@ class Run:
         self._meeting = ground.meeting
         self._randomness = Randomness(options.seed)
         self._layout = lay_out(options, ground)
+        self._precision = Precision(options.precision, ground.device, options.global_batch)
         self._models = Models(self._meeting, self._randomness, self._layout.place)
         self._checkpoints = Checkpoints(paths)
         self._saved = Saved(self._models, self._meeting, self._checkpoints)
@@ -163,6 +165,7 @@ class Run:
             self._journal.say(line + "; using the one before it")
         if about is not None:
             self._cursor, self._done, self._epoch = int(about["cursor"]), int(about["step"]), int(about["epoch"])
+            self._precision.load(about)
             self._checkpoint_at = self._done
             self._fingerprint = self._done, str(about["fingerprint"])
             self._journal.emit("resume", step=self._done, cursor=self._cursor, damaged=damaged)
@@ -227,6 +230,7 @@ class Run:
             "randomness": self._randomness,
             "meeting": self._meeting,
             "device": self.device,
+            "computing": self._precision.computing,
             "step": self._done + (self._open_step is not None),
         }
 
@@ -343,6 +347,8 @@ class Run:
         backend = self._ground.backend if self.world_size > 1 else None
         device = self.device.type
         lines = plan_lines(schedule, self.world_size, device=device, backend=backend, exact=self._options.exact)
+        said = self._precision.plan_line([p for _, p in self._models.parameters()])
+        lines += [said] if said else []
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         used = self._ground.world.local_world_size * self._options.threads
         if device == "cpu" and used < cores:
@@ -358,7 +364,9 @@ class Run:
     def _begin_step(self, plan: StepPlan, batches: Iterator[Any]) -> Step:
         self._epoch = plan.epoch
         self._randomness.begin_step(plan.number)
-        step = Step(plan, batches, self._models, self._layout, self._randomness, self._meeting, self.device)
+        step = Step(
+            plan, batches, self._models, self._layout, self._randomness, self._meeting, self.device, self._precision
+        )
         self._open_step = plan, step
         if plan.number == self._options.trace_step:
             step.trace = Trace(self._paths, self.rank, self._models, self._data, self._saved.hashes)
@@ -400,6 +408,7 @@ class Run:
             "epoch": self._epoch,
             "fingerprint": fingerprint,
             **self._about_data,
+            **self._precision.state(),
         }
         began = time.monotonic()
         self._failure = self._saved.save(self._done, about, self._options.keep)

@@ -46,6 +46,7 @@ def start(
     replicas: int | None = None,
     thread_replicas: int = 1,
     split: int = 1,
+    precision: str = "fp32",
 ) -> Run:
     """Begin a run. The layout comes from the launcher; a script started with plain `python` is one process.
 
@@ -67,6 +68,8 @@ def start(
     thread_replicas: replicas of the model in threads of each process, on one device each (on the CPU: one thread).
     split: spread the model of each process (or thread replica) over so many devices.
     None of the last five changes a bit of the result.
+    precision: "fp32", "bf16" or "fp16": losses, evaluation and prediction are computed under autocast, fp16 with a
+        loss that is scaled; parameters, gradients and their sums keep the parameters' dtype. Part of the identity.
 
     Raises UsageError for options that cannot work, before anything is computed.
     """
@@ -94,6 +97,7 @@ def start(
         replicas=replicas,
         thread_replicas=thread_replicas,
         split=split,
+        precision=precision,
     )
     options = choose(read_settings(os.environ), asked, world.world_size)
     used = check_backend(options.backend)
@@ -103,6 +107,7 @@ def start(
         "micro_batch": options.micro_batch,
         "seed": options.seed,
         "exact": options.exact,
+        "precision": options.precision,
         "threads": options.threads,
     }
     put_back = hold_arithmetic(options.exact, options.threads)

@@ -27,6 +27,7 @@ from evenstep.train.loss import (
 )
 from evenstep.train.meeting import Meeting, call_site
 from evenstep.train.models import Models
+from evenstep.train.precision import Precision
 from evenstep.train.purity import Untouched, refuse_strangers
 from evenstep.train.randomness import Randomness
 from evenstep.train.statistics import Change, mixes_samples, refuse_statistics
@@ -62,6 +63,7 @@ class Step:
         randomness: Randomness,
         meeting: Meeting,
         device: torch.device,
+        precision: Precision,
     ) -> None:
         self.number, self.epoch, self.ends_epoch, self.samples = plan.number, plan.epoch, plan.ends_epoch, plan.samples
         self.result: Result | None = None  # of the last call of backward
@@ -73,7 +75,7 @@ class Step:
         self._source = batches
         self._read: list[Any] = []
         self._models, self._layout, self._randomness = models, layout, randomness
-        self._meeting, self._device = meeting, device
+        self._meeting, self._device, self._precision = meeting, device, precision
         self._calls = 0
         self.trace: Trace | None = None  # of this step, where it is asked for
 
@@ -95,10 +97,30 @@ class Step:
         chosen = self._models.chosen(models)
         call = self._calls
         self._calls += 1
-        result = Work(self, loss_fn, chosen, call, call_site()).run()
+        site = call_site()
+        return self._do(lambda: Work(self, loss_fn, chosen, call, site), chosen)
+
+    def _do(self, work: Callable[[], Work], models: Sequence[nn.Module]) -> Result:
+        """Does the work of one call, again where it overflows."""
+        scaler = self._precision.scaler
+        if scaler is None:
+            done = work()
+            done.run()
+        else:
+            trained = [p for _, p in self._models.parameters(models) if p.requires_grad]
+            done = scaler.until_finite(work, trained, self._agree)
+        done.commit()
         if self.trace is not None:
-            self.trace.gradients(call)
-        return result
+            self.trace.gradients(done.call)
+        assert self.result is not None
+        return self.result
+
+    def _agree(self, finite: bool) -> bool:
+        """Whether it is so on every process: those of one replica hold different parameters."""
+        grid = self._layout.grid
+        if grid.stages == grid.shards == 1:
+            return finite
+        return all(self._exchange("step.backward, are gradients finite", finite, ""))
 
     def total(self, fn: Callable[[Any], Any]) -> Any:
         """The sums over the global batch of `fn(batch)`: a number, or a dict {name: number}. Equal on every process.
@@ -183,7 +205,8 @@ class Work:
         self.result: Result | None = None
         self.changes: list[Change] = []  # of running statistics
 
-    def run(self) -> Result:
+    def run(self) -> None:
+        """Computes the gradients; nothing else is changed."""
         step, layout = self.step, self.step._layout
         modules = step._models.modules(self.models)
         refuse_statistics(modules.items())
@@ -207,18 +230,30 @@ class Work:
             self.reduction.put_back()
             raise
         self.reduction.finish(self._tell)
-        layout.statistics.apply(self.changes)
+
+    def commit(self) -> None:
+        """After `run`: whatever else a step changes."""
+        self.step._layout.statistics.apply(self.changes)
+        self.step.result = self.result
+        self.step.stepped = False
+
+    @property
+    def loss(self) -> float:
+        """The mean, after `run`."""
         assert self.result is not None
-        step.result = self.result
-        step.stepped = False
-        return self.result
+        return self.result.loss
+
+    @property
+    def weight(self) -> float | None:
+        """What the sum was divided by."""
+        return None if self.result is None else self.result.weight
 
     def open(self) -> None:
         """Before the last backward of the share: losses and weights are exchanged, full buckets leave from now on."""
         self.reduction.open(self._meet)
 
     def leaf(self, i: int) -> torch.Tensor:
-        """The loss of micro-batch i, with its graph."""
+        """The loss of micro-batch i with its graph, scaled as the backward pass is to begin."""
         step = self.step
         batch = step._batch(i)
         step._randomness.begin_micro_batch(step.number, self.call, i)
@@ -235,13 +270,13 @@ class Work:
             refuse_strangers(total, {id(p) for _, p in step._models.parameters()})
         self.graph = self.graph or total.requires_grad
         self.leaves[i] = Leaf(total.detach(), found.value, found.weight, found.metrics)
-        return total
+        return step._precision.scaled(total, found.weight)
 
     def computed(self, batch: Any, *, contents: bool = False) -> Any:
         """What the loss function returns for `batch`, with nothing else changed."""
         self.reduction.computing = True
         try:
-            with self.untouched.while_computing(batch, contents=contents):
+            with self.untouched.while_computing(batch, contents=contents), self.step._precision.computing():
                 return self.loss_fn(*self.models, batch)
         finally:
             self.reduction.computing = False
@@ -274,7 +309,7 @@ class Work:
         if any(mixes_samples(module) for module in step._models.modules(self.models).values()):
             return
         with evaluating(self.models), suppress(_OnlyInTraining):
-            check_additive(evaluate, batch, halves, step._layout.exact)
+            check_additive(evaluate, batch, halves, step._layout.exact, step._precision.rounding)
 
     # ---- what processes tell each other
 
@@ -308,7 +343,7 @@ class Work:
         if any(a["statistics"] for a in answers):
             signature = f"step {self.step.number}"
             self.changes = statistics.exchange(self.step._plan.micro_batches, signature=signature, site=self.site)
-        return self.result.weight
+        return self.step._precision.divisor(self.result.weight)
 
     def _tell(self) -> EvenstepError:
         """After a failure in the last backward of some process: who, and why."""
