@@ -320,3 +320,15 @@ def test_pictures_can_be_evaluated_in_bf16(tmp_path: Path) -> None:
         for step in run.steps(Pictures(), steps=2):
             assert step.backward(in_bfloat16).loss > 0
         assert run.evaluate(Pictures(), in_bfloat16, model) > 0
+
+
+def test_running_statistics_count_once_though_a_step_is_computed_again(tmp_path: Path) -> None:
+    def statistics(directory: Path, large: bool) -> list[Tensor]:
+        with training_run(directory, precision="fp16", fingerprints=False) as run:
+            model = run.prepare(nn.Sequential(nn.BatchNorm1d(12), nn.Linear(12, 4)))
+            for step in run.steps(numbers(), steps=1):
+                step.backward(too_large if large else loss_fn)
+            return list(model[0].buffers())
+
+    for one, other in zip(statistics(tmp_path / "once", False), statistics(tmp_path / "again", True), strict=True):
+        assert torch.equal(one, other)
