@@ -12,6 +12,7 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ from evenstep.plan.tree import Node, combine, share, subtrees, tree_sum
 from evenstep.train.batch import to_device
 from evenstep.train.data import Reader, shares
 from evenstep.train.dataset import checked_dataset
+from evenstep.train.lockstep import Alone, Lockstep
 from evenstep.train.loss import evaluating
-from evenstep.train.meeting import Meeting
+from evenstep.train.meeting import Meeting, call_site
 from evenstep.train.randomness import Randomness, key
 from evenstep.train.samples import Collate, MicroBatch
 from evenstep.train.state import decode_tree, encode_tree
@@ -46,6 +48,7 @@ def evaluate(
     micro_batch: int,
     randomness: Randomness,
     meeting: Meeting,
+    lockstep: Lockstep | None = None,
     device: torch.device | str = "cpu",
     step: int = 0,
     collate: Collate | None = None,
@@ -61,6 +64,7 @@ def evaluate(
     schedule = _schedule(data, micro_batch)
     count = schedule.step(0).micro_batches
     mine = share(count, meeting.world_size, meeting.rank)
+    passes = _Passes(meeting, lockstep, models, "evaluate", fn, count)
 
     def work() -> bytes:
         found: list[dict[str, tuple[Any, Any]]] = []
@@ -69,7 +73,7 @@ def evaluate(
             found.append(_pairs(returned, f"{_name(fn)}, micro-batch {m.index}"))
 
         with _reader(data, schedule, randomness, meeting, device, collate, loaders, "evaluate") as reader:
-            _run(reader, fn, models, randomness, device, computing, ("evaluate", step), take)
+            passes.run(reader, randomness, device, computing, step, take)
         values = [{name: (float(s), float(w)) for name, (s, w) in pairs.items()} for pairs in found]
         return json.dumps(_parts(values, mine)).encode()
 
@@ -95,6 +99,7 @@ def predict(
     micro_batch: int,
     randomness: Randomness,
     meeting: Meeting,
+    lockstep: Lockstep | None = None,
     device: torch.device | str = "cpu",
     step: int = 0,
     collate: Collate | None = None,
@@ -108,6 +113,7 @@ def predict(
     """
     checked_dataset(data)
     schedule = _schedule(data, micro_batch)
+    passes = _Passes(meeting, lockstep, models, "predict", fn, schedule.step(0).micro_batches)
 
     def work() -> bytes:
         outputs: list[Any] = []
@@ -121,7 +127,7 @@ def predict(
                 raise _ragged(f"it returned {forms[0]}", f"{where} returned {forms[-1]}")
 
         with _reader(data, schedule, randomness, meeting, device, collate, loaders, "predict") as reader:
-            _run(reader, fn, models, randomness, device, computing, ("predict", step), take)
+            passes.run(reader, randomness, device, computing, step, take)
         return encode_tree([forms[0], _joined(outputs)] if outputs else ["", None])
 
     answers = _together(meeting, "predict", f"{len(data)} samples, micro-batches of {schedule.micro_batch}", work)
@@ -166,23 +172,42 @@ def _reader(
     )
 
 
-def _run(
-    reader: Reader,
-    fn: Callable[..., Any],
-    models: Sequence[nn.Module],
-    randomness: Randomness,
-    device: torch.device | str,
-    computing: Computing,
-    work: tuple[str, int],
-    take: Callable[[MicroBatch, Any], None],
-) -> None:
-    """Hands to `take` what `fn` returns for each micro-batch."""
-    with evaluating(models), randomness.keyed():
-        for m, batch in reader:
-            randomness.begin(*work, m.index)
+@dataclass(frozen=True)
+class _Passes:
+    """Calls of `fn` for the micro-batches of this process, beside those that hold a model together with it."""
+
+    meeting: Meeting
+    lockstep: Lockstep | None
+    models: Sequence[nn.Module]
+    kind: str
+    fn: Callable[..., Any]
+    micro_batches: int
+
+    def run(
+        self,
+        reader: Reader,
+        randomness: Randomness,
+        device: torch.device | str,
+        computing: Computing,
+        step: int,
+        take: Callable[[MicroBatch, Any], None],
+    ) -> None:
+        """Hands to `take` what `fn` returns for each micro-batch."""
+        lockstep = self.lockstep or Alone(self.meeting.rank)
+
+        def compute() -> None:
+            m, batch = next(reader)
+            randomness.begin(self.kind, step, m.index)
             with computing():
-                returned = fn(*models, to_device(batch, device))
+                returned = self.fn(*self.models, to_device(batch, device))
             take(m, returned)
+
+        counts = {rank: len(share(self.micro_batches, self.meeting.world_size, rank)) for rank in lockstep.ranks}
+        with evaluating(self.models), randomness.keyed():
+            passes = lockstep.passes(self.models, f"{self.kind} {_name(self.fn)}", call_site())
+            for number in range(max(counts.values())):
+                passes.run(compute if number < counts[self.meeting.rank] else None)
+            passes.check()
 
 
 def _together(meeting: Meeting, kind: str, signature: str, work: Callable[[], bytes]) -> list[bytes]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from evenstep.errors import UsageError
 from evenstep.plan.grid import Grid, grid
+from evenstep.train.lockstep import Alone, Lockstep
 from evenstep.train.options import Options
 from evenstep.train.parallel import replicas
 from evenstep.train.reduce import Reducer
@@ -38,6 +39,8 @@ class Layout:
     """Sums what BatchNorm layers see, over the processes that hold the same layers."""
     compute: Callable[[Work], None]
     """Computes this process's micro-batches of one step.backward."""
+    lockstep: Lockstep
+    """The processes that hold a model together with this one."""
 
 
 def lay_out(options: Options, ground: Ground) -> Layout:
@@ -53,7 +56,8 @@ def lay_out(options: Options, ground: Ground) -> Layout:
         raise UsageError(f"{name} is not there yet")
     reducer = Reducer(ground.world.rank, ground.world.world_size, ground.data, ground.device, options.exact)
     statistics = Statistics(ground.meeting)
-    return Layout(cut, options.exact, lambda model: _to(model, ground), reducer, statistics, replicas.compute)
+    alone = Alone(ground.world.rank)
+    return Layout(cut, options.exact, lambda model: _to(model, ground), reducer, statistics, replicas.compute, alone)
 
 
 def _to(model: nn.Module, ground: Ground) -> None:

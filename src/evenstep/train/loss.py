@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -114,41 +114,38 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
-def check_additive(
-    evaluate: Callable[[Any, int], tuple[float, float | None]],
-    batch: object,
-    halves: Sequence[object],
-    exact: bool,
-    rounding: float,
-) -> None:
-    """LossError unless the loss of `batch` is the sum of the losses of its two halves.
+Evaluated = list[tuple[float, float | None]]  # (sum, weight)
 
-    `evaluate(batch, draw)` gives (sum, weight), with random numbers keyed by `draw`. A loss that draws random numbers
-    (noise, time steps) is compared in the mean over some draws; one that gives another value for the same draw has
-    a state of its own and is refused too (where `exact`). `rounding` is relative: far above what other kernel shapes
-    change, far below what a mean does.
+
+def additive(exact: bool, rounding: float) -> Generator[list[tuple[int, int]], Evaluated, None]:
+    """LossError unless the loss of a micro-batch is the sum of the losses of its two halves.
+
+    Yields what it wants evaluated, (part, draw) each, and is sent (sum, weight) for each: part 0 is the micro-batch, 1
+    and 2 are its halves; `draw` keys the random numbers. A loss that draws random numbers (noise, time steps) is
+    compared in the mean over some draws; one that gives another value for the same draw has a state of its own and is
+    refused too (where `exact`). `rounding` is relative: far above what other kernel shapes change, far below what a
+    mean does.
     """
-    whole = [evaluate(batch, 0), evaluate(batch, 1)]
-    again = evaluate(batch, 0)
-    if exact and repr(again) != repr(whole[0]):  # repr: a NaN equals itself
+    both = [(part, draw) for draw in (0, 1) for part in (0, 1, 2)]
+    again, *first = yield [(0, 0), *both]
+    if exact and repr(again) != repr(first[0]):  # repr: a NaN equals itself
         raise LossError(
-            f"the loss of one micro-batch, computed twice, is {whole[0][0]!r} and then {again[0]!r}: the model or the "
+            f"the loss of one micro-batch, computed twice, is {again[0]!r} and then {first[0][0]!r}: the model or the "
             "loss function has a state or a random generator of its own, so the result would depend on the layout",
             do="draw from the global generators of torch, numpy and random, which are keyed for every micro-batch; "
             "keep no hidden state from one micro-batch for the next",
         )
-    parts = [[evaluate(half, draw) for half in halves] for draw in (0, 1)]
-    _check_weights(whole[0][1], [w for _, w in parts[0]])
-    random = whole[0][0] != whole[1][0] or parts[0] != parts[1]
+    _check_weights(first[0][1], [w for _, w in first[1:3]])
+    random = [value for value, _ in first[:3]] != [value for value, _ in first[3:]]
     if random:
-        whole += [evaluate(batch, draw) for draw in range(2, _DRAWS)]
-        parts += [[evaluate(half, draw) for half in halves] for draw in range(2, _DRAWS)]
-    wholes = [value for value, _ in whole]
-    sums = [sum(value for value, _ in part) for part in parts]
+        first += yield [(part, draw) for draw in range(2, _DRAWS) for part in (0, 1, 2)]
+    wholes = [value for value, _ in first[::3]]
+    sums = [a + b for (a, _), (b, _) in zip(first[1::3], first[2::3], strict=True)]
     if not all(map(math.isfinite, wholes + sums)):
         return  # nothing can be said
     gap = abs(statistics.fmean(wholes) - statistics.fmean(sums))
-    size = max(statistics.fmean(map(abs, wholes)), statistics.fmean(sum(abs(v) for v, _ in p) for p in parts))
+    parts = [abs(a) + abs(b) for (a, _), (b, _) in zip(first[1::3], first[2::3], strict=True)]
+    size = max(statistics.fmean(map(abs, wholes)), statistics.fmean(parts))
     spread = 0.0
     if random:
         spread = 8 * math.sqrt((statistics.variance(wholes) + statistics.variance(sums)) / len(wholes))

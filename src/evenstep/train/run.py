@@ -229,6 +229,7 @@ class Run:
             "micro_batch": self._options.micro_batch,
             "randomness": self._randomness,
             "meeting": self._meeting,
+            "lockstep": self._layout.lockstep,
             "device": self.device,
             "computing": self._precision.computing,
             "step": self._done + (self._open_step is not None),

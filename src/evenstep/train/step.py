@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from evenstep.plan.tree import tree_sum
 from evenstep.train.batch import split_batch, to_device
 from evenstep.train.layout import Layout
 from evenstep.train.loss import (
+    Evaluated,
     Leaf,
     LossFn,
-    check_additive,
+    additive,
     evaluating,
     leaf,
     naming_nondeterministic,
@@ -282,34 +283,29 @@ class Work:
             self.reduction.computing = False
 
     def _first_checks(self) -> None:
-        """Once a run, on the process that has micro-batch 0: is the loss additive over samples?"""
-        step = self.step
-        if 0 not in self.share:
+        """Once a run: is the loss additive over samples? The process that has micro-batch 0 looks at it; those that
+        hold a model together with it run along."""
+        step, lockstep = self.step, self.step._layout.lockstep
+        grid, micro_batches = step._layout.grid, step._plan.micro_batches
+        if not any(0 in grid.leaves(micro_batches, rank) for rank in lockstep.ranks):
             return
-        batch = step._batch(0)
-        first, stop = step._plan.micro(0)
-        halves = split_batch(batch, stop - first)
-        if halves is None:
-            return
-
-        def evaluate(part: Any, draw: int) -> tuple[float, float | None]:
-            step._randomness.begin("additive", step.number, draw)
-            try:
-                returned = self.computed(part)
-            except (LossError, UsageError):
-                raise  # it changes what it must not
-            except Exception as error:
-                raise _OnlyInTraining from error
-            try:
-                found = leaf(returned, 0)
-            except LossError as error:
-                raise _OnlyInTraining from error
-            return found.value, found.weight
-
-        if any(mixes_samples(module) for module in step._models.modules(self.models).values()):
-            return
-        with evaluating(self.models), suppress(_OnlyInTraining):
-            check_additive(evaluate, batch, halves, step._layout.exact, step._precision.rounding)
+        look = _Look(self) if 0 in self.share else None
+        with evaluating(self.models):
+            while True:
+                wanted = look.next() if look else []
+                said = {"wanted": len(wanted), "failed": _line(look.wrong) if look and look.wrong else None}
+                answers = lockstep.agree(said, self.site)
+                if look and look.wrong:
+                    raise look.wrong
+                _refuse_failed(answers, step.number)
+                most = max(answer["wanted"] for answer in answers)
+                if not most:
+                    return
+                passes = lockstep.passes(self.models, "the checks of the first step", self.site)
+                for k in range(most):
+                    passes.run(wanted[k] if k < len(wanted) else None)
+                if look:
+                    look.failed = passes.failed
 
     # ---- what processes tell each other
 
@@ -353,6 +349,59 @@ class Work:
         except PeerFailed as error:
             return error
         return PeerFailed("another process failed in the backward of this step")
+
+
+class _Look:
+    """Evaluates micro-batch 0 and its halves, as `additive` wants them."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._found: Evaluated = []
+        self._asking: Generator[list[tuple[int, int]], Evaluated, None] | None = None
+        self.failed: Exception | None = None  # of the evaluations
+        self.wrong: Exception | None = None  # the loss is refused
+
+    def next(self) -> list[Callable[[], None]]:
+        """The evaluations that are to come, none at the end. `wrong` is set where there is something to say."""
+        if isinstance(self.failed, (LossError, UsageError)):
+            self.wrong = self.failed  # it changes what it must not
+        if self.failed is not None:
+            return []
+        try:
+            wanted = self._begin() if self._asking is None else self._asking.send(self._found)
+        except StopIteration:
+            return []
+        except Exception as error:
+            self.wrong = error
+            return []
+        self._found = []
+        return [partial(self._evaluate, part, draw) for part, draw in wanted]
+
+    def _begin(self) -> list[tuple[int, int]]:
+        step = self._work.step
+        batch = step._batch(0)
+        first, stop = step._plan.micro(0)
+        halves = split_batch(batch, stop - first)
+        if halves is None or any(map(mixes_samples, step._models.modules(self._work.models).values())):
+            return []
+        self._parts = (batch, *halves)
+        self._asking = additive(step._layout.exact, step._precision.rounding)
+        return next(self._asking)
+
+    def _evaluate(self, part: int, draw: int) -> None:
+        step = self._work.step
+        step._randomness.begin("additive", step.number, draw)
+        try:
+            returned = self._work.computed(self._parts[part])
+        except (LossError, UsageError):
+            raise
+        except Exception as error:
+            raise _OnlyInTraining from error
+        try:
+            found = leaf(returned, 0)
+        except LossError as error:
+            raise _OnlyInTraining from error
+        self._found.append((found.value, found.weight))
 
 
 def _refuse_failed(answers: Sequence[Mapping[str, Any]], step: int) -> None:
