@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from evenstep.errors import CheckpointError, EvenstepError, MachineError, MismatchError, UsageError
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.train import fingerprint
-from evenstep.train.meeting import Meeting, by_value, ranks_text
+from evenstep.train.gather import meet, names_in, on_rank_0
+from evenstep.train.meeting import Meeting, ranks_text
 from evenstep.train.models import Models
-from evenstep.train.state import check_tensor, check_tree, load_tree, save_tree
+from evenstep.train.pieces import ELSEWHERE, is_elsewhere
+from evenstep.train.state import (
+    TENSORS,
+    TREE,
+    Stored,
+    check_tensor,
+    check_tree,
+    encode_parts,
+    filled,
+    read_tree,
+    save_tree,
+    write_tensors,
+)
+from evenstep.train.weights import save_model
 
 _SHOWN = 8  # how many of the things that differ an error names
 
@@ -52,6 +67,7 @@ class Saved:
         self.models, self.meeting, self.checkpoints = models, meeting, checkpoints
         self.objects: dict[str, Any] = {}
         self.values = State({})
+        self.split = False  # whether processes hold parts of the state: known from the fingerprint on
 
     def take(self, given: Mapping[str, Any]) -> None:
         """Sorts what restore was given into objects and values. UsageError for what would go wrong later."""
@@ -78,7 +94,7 @@ class Saved:
         for name, value in values.items():
             _check_value(value, name)
         for name, thing in objects.items():
-            _check_object(thing, name)
+            _check_object(thing, name, alone=self.meeting.world_size == 1)
         self.objects, self.values = objects, State(values)
 
     def check(self) -> None:
@@ -147,15 +163,20 @@ class Saved:
                 )
             return None, notes
         folder = self.checkpoints.folder(said["step"])
-        tree = load_tree(folder)
+        tree = read_tree(folder)  # each process reads what it needs of it
         assert isinstance(tree, dict)
         self._check_names(folder, tree)
+        self._check_base(folder, tree.get("base", {}))
         for name, thing in self.objects.items():
-            _load(thing, tree["objects"][name], name, folder)
+            state = tree["objects"].pop(name)
+            if isinstance(thing, nn.Module):
+                _load_module(thing, state, name, folder, self.models.base(thing))
+            else:
+                _load(thing, state, name, folder)
         for name, model in self._prepared():
             _load_parameters(model, tree["parameters"][name])
         for name, value in tree["values"].items():
-            setattr(self.values, name, value)
+            setattr(self.values, name, filled(value, self.values.__dict__[name]))
         about = self.checkpoints.about(said["step"])
         if self.fingerprint("restore, with the checkpoint loaded") != about["fingerprint"]:
             self._check_loaded(folder)
@@ -163,27 +184,56 @@ class Saved:
 
     def _check_loaded(self, folder: Path) -> None:
         """CheckpointError that names what did not come back as it was saved."""
-        saved = load_tree(folder)["objects"]  # anew: what was loaded may be used as it is by what it was given to
-        changed: list[str] = []
-        for name in self._counted():
-            before = fingerprint.by_path({name: saved[name]})
-            now = fingerprint.by_path({name: self.objects[name].state_dict()})
-            differ = [path for path in dict.fromkeys([*before, *now]) if before.get(path) != now.get(path)]
+        saved = read_tree(folder)["objects"]  # anew: what was loaded may be used as it is by what it was given to
+        changed = False
+        for name, thing in self._counted().items():
+            state = self._saved_state(thing)
+            before = fingerprint.by_path({name: filled(saved[name], state)}, parts=self.split)
+            now = fingerprint.by_path({name: state}, parts=self.split)
+            differ = list(dict.fromkeys(path for path, _ in fingerprint.differing([before, now])))
             # Another version of torch may have hyperparameters that the saved one had not: they have their defaults.
-            if any(path in before or not path.startswith(f"{name}.param_groups[") for path in differ):
+            wrong = any(path in before or not path.startswith(f"{name}.param_groups[") for path in differ)
+            if self.split:
+                said = self.meeting.say("restore: what did not come back", [wrong, differ], site="")
+                wrong = any(one[0] for one in said)
+                differ = list(dict.fromkeys(path for one in said for path in one[1]))
+            if wrong:
                 raise CheckpointError(
-                    f"{name} ({type(self.objects[name]).__name__}) does not come back as it was saved in {folder}: "
+                    f"{name} ({type(thing).__name__}) does not come back as it was saved in {folder}: "
                     f"load_state_dict changed {_some(differ)}",
                     do="make it with the dtypes it had when it was saved; its load_state_dict, and hooks on it, must "
                     "put back every bit that state_dict returns. Or start another run directory (--run DIR)",
                 )
-            changed += differ
+            changed = changed or bool(differ)
         if not changed:
             raise CheckpointError(
                 f"what {folder} holds does not have the fingerprint that was recorded with it",
                 do="have state_dict of each object return the same types whenever it is called, and start a new run "
                 "directory with --run DIR",
             )
+
+    def _check_base(self, folder: Path, saved: Mapping[str, str]) -> None:
+        """CheckpointError where a checkpoint of what trains goes with another base, or with none."""
+        now = self._base("restore: the parameters that do not train")
+        for name in dict.fromkeys([*now, *saved]):
+            if name not in saved or name not in now:
+                had, has = ("trained", "all") if name in saved else ("all", "trained")
+                raise CheckpointError(
+                    f"{folder} holds {name} as prepared with save={had!r}, now it is prepared with save={has!r}",
+                    do=f"run.prepare({name}, save={had!r}), or start another run directory (--run DIR)",
+                )
+            if now[name] != saved[name]:
+                raise CheckpointError(
+                    f"{folder} goes with other base weights of {name}: the parameters that do not train have the "
+                    f"fingerprint {now[name]}, and had {saved[name]}",
+                    do="load the weights that the run began with before run.prepare, or start another run directory "
+                    "(--run DIR)",
+                )
+
+    def _base(self, when: str) -> dict[str, str]:
+        """The fingerprints of the parameters that checkpoints do not hold, by the names of the models."""
+        partial = [(name, model) for name, model in self._prepared() if not self.models.saves_all(model)]
+        return {name: self._fingerprint(when, {"base": self.models.base(model)}) for name, model in partial}
 
     def _check_names(self, folder: Path, tree: Mapping[str, Any]) -> None:
         for kind, given in (("objects", self.objects), ("values", self.values.__dict__)):
@@ -208,13 +258,17 @@ class Saved:
         """The fingerprint of models and optimizers; all processes must call it. 16 hexadecimal digits.
 
         `when` says where they are, to a process that meets them somewhere else."""
-        tree = {name: thing.state_dict() for name, thing in self._counted().items()}
-        mine = fingerprint.share(tree, self.meeting.rank, self.meeting.world_size)
-        answers = self.meeting.exchange(when, mine.to_bytes(), site="")
-        shares = [fingerprint.Share.from_bytes(answer) for answer in answers]
-        if not fingerprint.agree(shares):
+        return self._fingerprint(when, {name: self._state(thing) for name, thing in self._counted().items()})
+
+    def _fingerprint(self, when: str, tree: object) -> str:
+        def exchange(data: bytes) -> list[bytes]:
+            return self.meeting.exchange(when, data, site="")
+
+        found = fingerprint.agreed(tree, self.meeting.rank, self.meeting.world_size, exchange)
+        self.split = self.split or found.split
+        if found.value is None:
             raise self._apart(when, tree)
-        return fingerprint.to_hex(fingerprint.add(share.part for share in shares))
+        return fingerprint.to_hex(found.value)
 
     def hashes(self) -> dict[str, str]:
         """The fingerprint of each tensor and plain value that the fingerprint is of, by its path. Of this process."""
@@ -223,14 +277,14 @@ class Saved:
 
     def _apart(self, when: str, tree: object) -> MismatchError:
         """The error for processes that hold different things; all of them get it. Says what differs, and where."""
-        answers = self.meeting.say(f"{when}: what differs", fingerprint.by_path(tree), site="")
+        mine = fingerprint.by_path(tree, parts=self.split)
+        answers = self.meeting.say(f"{when}: what differs", mine, site="")
         lines = []
-        for path in dict.fromkeys(path for answer in answers for path in answer):
-            ranks = by_value(answer.get(path, "") for answer in answers)
+        for path, ranks in fingerprint.differing(answers):
             shown = path.removeprefix("[''].")
             if "" in ranks:
                 lines.append(f"{shown}: there is none on {ranks_text(ranks[''])}")
-            elif len(ranks) > 1:
+            else:
                 lines.append(f"{shown}: {' and '.join(map(ranks_text, ranks.values()))} differ")
         more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         return MismatchError(
@@ -251,41 +305,105 @@ class Saved:
         return [(name, thing) for name, thing in self.objects.items() if any(thing is m for m in self.models.all)]
 
     def save(self, step: int, about: dict[str, object], keep: int) -> str | None:
-        """Writes a checkpoint (on rank 0). Returns why it could not, with the older ones untouched, or None."""
-        if self.meeting.rank != 0:
-            return None
-        tree = {
-            "objects": {name: thing.state_dict() for name, thing in self.objects.items()},
+        """Writes a checkpoint; rank 0 does, and where processes hold parts of the state, the others send theirs. All
+        call it, after `fingerprint`. Returns why it could not, with the older ones untouched, or None; on the other
+        ranks, too, where they hold parts."""
+        base = self._base("the parameters that do not train")
+        if not self.split:
+            if self.meeting.rank != 0:
+                return None
+            tree = self._tree(base)
+            return self._write(step, lambda folder: save_tree(folder, tree), about, keep)
+        text, gather = meet(self.meeting, "a checkpoint", *encode_parts(self._tree(base)))
+        names = dict.fromkeys(names_in(json.loads(text)))
+        entries = {name: gather.entries[name] for name in names}
+
+        def write(data: Iterable[memoryview]) -> str | None:
+            def files(folder: Path) -> None:
+                write_tensors(folder / TENSORS, entries, data)
+                (folder / TREE).write_bytes(text)
+
+            return self._write(step, files, about, keep)
+
+        failure = on_rank_0(self.meeting, gather.data(names), write)
+        said: str | None = self.meeting.say("the end of a checkpoint", failure, site="")[0]
+        return said
+
+    def _tree(self, base: Mapping[str, str]) -> dict[str, Any]:
+        """All that a checkpoint holds, as far as this process has it."""
+        tree: dict[str, Any] = {
+            "objects": {name: self._saved_state(thing) for name, thing in self.objects.items()},
             "parameters": {name: _parameters(model) for name, model in self._prepared()},
             "values": dict(self.values.__dict__),
         }
+        return {**tree, "base": dict(base)} if base else tree
+
+    def _saved_state(self, thing: Any) -> Any:
+        state = self._state(thing)
+        if isinstance(thing, nn.Module):
+            for name in self.models.base(thing):
+                state.pop(name, None)
+        return state
+
+    def _state(self, thing: Any) -> Any:
+        """state_dict, and what it has not because it lies on other processes marked."""
+        return _optimizer_state(thing) if isinstance(thing, torch.optim.Optimizer) else thing.state_dict()
+
+    def _write(self, step: int, files: Callable[[Path], None], about: dict[str, object], keep: int) -> str | None:
         try:
-            self.checkpoints.write(step, lambda folder: save_tree(folder, tree), about)
+            self.checkpoints.write(step, files, about)
             self.checkpoints.prune(keep)
         except MachineError as error:
             return error.message
         return None
 
+    def save_model(self, path: Path) -> list[str]:
+        """Publishes the models' file (see weights.save_model); all call it, after `fingerprint`. Returns what is left
+        out, on rank 0."""
+        if not self.split and self.meeting.rank != 0:
+            return []
+        named = zip(self.models.names(), self.models.all, strict=True)
+        states = {name: self._saved_state(model) for name, model in named}
+        return save_model(path, states, self.meeting if self.split else None)
+
+
+def _load_module(
+    module: nn.Module, state: dict[str, Any], name: str, folder: Path, base: Mapping[str, torch.Tensor]
+) -> None:
+    """load_state_dict with the tensors that this process has of it, read as they are copied. `base`: what the
+    checkpoint leaves as it is. CheckpointError, naming the keys, for the state of another module."""
+    current = module.state_dict()
+    have = {k: _shape(v) for k, v in current.items() if k not in base}
+    saved = {k: _shape(v) for k, v in state.items()}
+    wrong = [f"{k} is missing from the checkpoint" for k in have if k not in saved]
+    wrong += [f"{k} is not in the model" for k in saved if k not in have]
+    both = have.keys() & saved.keys()
+    wrong += [f"{k} has shape {saved[k]}, the model's {have[k]}" for k in have if k in both and have[k] != saved[k]]
+    if wrong:
+        shown = wrong[:8] + ([f"and {len(wrong) - 8} more"] if len(wrong) > 8 else [])
+        raise CheckpointError(
+            f"{folder} is from another {name}:\n    " + "\n    ".join(shown),
+            do="go on with the model that was saved, or start another run directory (--run DIR)",
+        )
+    # torch's own copies from what it is given; another may keep it.
+    copies = type(module).load_state_dict is nn.Module.load_state_dict
+    kept = {id(p) for p in [*module.parameters(), *module.buffers()]} if copies else set()
+    vars_ = module.state_dict(keep_vars=True)
+    for key in state:
+        state[key] = filled(state[key], current[key], views=id(vars_[key]) in kept)
+    state.update((key, current[key]) for key in base if key in current)
+    _load(module, state, name, folder)
+
 
 def _load(thing: Any, state: Any, name: str, folder: Path) -> None:
-    if isinstance(thing, nn.Module):
-        have = {k: _shape(v) for k, v in thing.state_dict().items()}
-        saved = {k: _shape(v) for k, v in state.items()}
-        wrong = [f"{k} is missing from the checkpoint" for k in have if k not in saved]
-        wrong += [f"{k} is not in the model" for k in saved if k not in have]
-        both = have.keys() & saved.keys()
-        wrong += [f"{k} has shape {saved[k]}, the model's {have[k]}" for k in have if k in both and have[k] != saved[k]]
-        if wrong:
-            shown = wrong[:8] + ([f"and {len(wrong) - 8} more"] if len(wrong) > 8 else [])
-            raise CheckpointError(
-                f"{folder} is from another {name}:\n    " + "\n    ".join(shown),
-                do="go on with the model that was saved, or start another run directory (--run DIR)",
-            )
+    """load_state_dict, with what lies in the checkpoint spread as what the object has now."""
     try:
         if isinstance(thing, torch.optim.Optimizer):
             _load_optimizer(thing, state)
-        else:
+        elif isinstance(thing, nn.Module):
             thing.load_state_dict(state)
+        else:
+            thing.load_state_dict(filled(state, thing.state_dict()))
     except EvenstepError:
         raise
     except Exception as error:
@@ -302,17 +420,53 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
     of another dtype (NAdam's mu_product, ASGD's eta and mu), and leaves hyperparameters that are tensors on the CPU.
     """
     devices = [{k: v.device for k, v in g.items() if isinstance(v, torch.Tensor)} for g in optimizer.param_groups]
+    state = _own_state(optimizer, state)
     optimizer.load_state_dict(state)
     for group, before in zip(optimizer.param_groups, devices, strict=True):
         for key, device in before.items():
             if isinstance(group[key], torch.Tensor):
                 group[key] = group[key].to(device)
-    if not (isinstance(state, Mapping) and state.keys() >= {"state", "param_groups"}):
-        return  # an optimizer with a state_dict of its own kind
+    if not _is_usual(state):
+        return
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for p, number in zip(group["params"], saved["params"], strict=True):
             if p in optimizer.state and number in state["state"]:
                 optimizer.state[p] = _uncast(optimizer.state[p], state["state"][number])
+
+
+def _own_state(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
+    """What a checkpoint has of an optimizer, for the parameters of this process, spread as they are."""
+    if not _is_usual(saved):
+        return filled(saved, optimizer.state_dict())
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = dict(zip(numbers, _parameters_of(optimizer), strict=False))  # load_state_dict says what does not fit
+    for number in list(saved["state"]):
+        p = parameters.get(number)
+        if p is not None and is_elsewhere(p):
+            del saved["state"][number]
+        else:
+            saved["state"][number] = filled(saved["state"][number], p)
+    return filled(saved)
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> Any:
+    """state_dict with a mark for the state of parameters of other processes, in the order of the parameters."""
+    state = optimizer.state_dict()
+    if not _is_usual(state) or not all(type(number) is int for number in state["state"]):
+        return state
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    elsewhere = [n for n, p in zip(numbers, _parameters_of(optimizer), strict=True) if is_elsewhere(p)]
+    found = {**state["state"], **dict.fromkeys(elsewhere, ELSEWHERE)}
+    return {**state, "state": dict(sorted(found.items()))}
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_usual(state: Any) -> bool:
+    """Whether an optimizer's state_dict has the form of torch's own."""
+    return isinstance(state, Mapping) and state.keys() >= {"state", "param_groups"}
 
 
 def _uncast(loaded: Any, saved: Any) -> Any:
@@ -330,9 +484,10 @@ def _uncast(loaded: Any, saved: Any) -> Any:
 def _parameters(model: nn.Module) -> dict[str, Any]:
     """What a training has in a model's parameters beside their values: which are frozen, gradients not yet used."""
     named = list(model.named_parameters(remove_duplicate=False))
+    gradients = {name: ELSEWHERE if is_elsewhere(p) else p.grad for name, p in named}
     return {
         "frozen": [name for name, p in named if not p.requires_grad],
-        "gradients": {name: p.grad for name, p in named if p.grad is not None},
+        "gradients": {name: gradient for name, gradient in gradients.items() if gradient is not None},
     }
 
 
@@ -340,7 +495,8 @@ def _load_parameters(model: nn.Module, saved: Mapping[str, Any]) -> None:
     frozen, gradients = set(saved["frozen"]), saved["gradients"]
     for name, p in model.named_parameters(remove_duplicate=False):
         p.requires_grad_(name not in frozen)
-        p.grad = gradients[name].to(p.device) if name in gradients else None
+        here = name in gradients and not is_elsewhere(p)
+        p.grad = filled(gradients[name], p).to(p.device) if here else None
 
 
 def _check_value(value: object, name: str) -> None:
@@ -351,15 +507,16 @@ def _check_value(value: object, name: str) -> None:
         raise UsageError(error.message, do=_advice(value, name)) from error
 
 
-def _check_object(thing: Any, name: str) -> None:
-    """UsageError, naming the path, for an object with a state that a checkpoint cannot hold."""
+def _check_object(thing: Any, name: str, *, alone: bool) -> None:
+    """UsageError, naming the path, for an object with a state that a checkpoint cannot hold. `alone`: there is no other
+    process that could have what this one has not."""
     state = thing.state_dict()
     if isinstance(thing, nn.Module):  # its tensors may be large: they are looked at, not encoded
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                check_tensor(value, f"{name}.{key}")
+                check_tensor(value, f"{name}.{key}", parts=not (alone and value.is_meta))
         state = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-    check_tree({name: state})
+    check_tree({name: state}, parts=True)
 
 
 def _advice(value: object, name: str) -> str:
@@ -405,7 +562,9 @@ def _some(names: list[str]) -> str:
 
 
 def _shape(value: object) -> object:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    if isinstance(value, torch.Tensor) or (isinstance(value, Stored) and not value.is_array):
+        return tuple(value.shape)
+    return "ndarray" if isinstance(value, Stored) else type(value).__name__
 
 
 def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:

@@ -20,11 +20,14 @@ class Models:
         self.all: list[nn.Module] = []
         self.first_step = 0  # the first step that this process does; its checks are done there
         self._meeting, self._randomness, self._place = meeting, randomness, place
+        self._base: dict[int, frozenset[str]] = {}  # of a model that saves what trains: the parameters it does not
         self._known: dict[int, tuple[nn.Parameter, ...]] = {}
         self._inner: dict[int, list[tuple[str, nn.Parameter]]] = {}
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: nn.Module, save: str = "all") -> nn.Module:
         """Places the model and adopts it. UsageError where it cannot be trained like this."""
+        if save not in ("all", "trained"):
+            raise UsageError(f"save={save!r}, expected 'all' or 'trained'")
         if not isinstance(model, nn.Module):
             raise UsageError(
                 f"prepare got {type(model).__name__}, expected a torch.nn.Module",
@@ -43,9 +46,29 @@ class Models:
             raise UsageError(f"{lazy[0]} has no shape yet (a lazy module)", do="run one forward before prepare")
         self._check_equal(model, f"{type(model).__name__}, number {len(self.all)}")
         self._randomness.key_blocks(model, str(len(self.all)))
+        if save == "trained":
+            named = model.named_parameters(remove_duplicate=False)
+            self._base[id(model)] = frozenset(name for name, p in named if not p.requires_grad)
         self._place(model)
         self.all.append(model)
         return model
+
+    def saves_all(self, model: nn.Module) -> bool:
+        """Whether a checkpoint holds all of the model, not only what trains."""
+        return id(model) not in self._base
+
+    def base(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters of a prepared model that a checkpoint does not hold. UsageError where one of them trains."""
+        base = self._base.get(id(model), frozenset())
+        named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in base} if base else {}
+        for name, p in named.items():
+            if p.requires_grad:
+                raise UsageError(
+                    f"{name} was frozen when the model was prepared with save='trained', and now it trains: "
+                    "it would not be saved",
+                    do="prepare the model with save='all', or freeze and unfreeze before run.prepare",
+                )
+        return named
 
     def chosen(self, models: Sequence[nn.Module]) -> list[nn.Module]:
         """The models of a call: those given, else all. UsageError for one that was not prepared."""

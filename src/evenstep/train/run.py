@@ -35,7 +35,6 @@ from evenstep.train.precision import Precision
 from evenstep.train.progress import plan_lines
 from evenstep.train.randomness import Randomness, key
 from evenstep.train.samples import probe
-from evenstep.train.state import save_model
 from evenstep.train.step import Step
 from evenstep.train.steps import Loop, Steps
 from evenstep.train.trace import Trace
@@ -75,7 +74,7 @@ class Run:
         self._open_step: tuple[StepPlan, Step] | None = None
         self._restored = self._looping = self._finished = self._stopped = self._closed = False
         self._checkpoint_at: int | None = None  # after which step the last checkpoint was tried or found
-        self._failure: str | None = None  # why it could not be written, on rank 0
+        self._failure: str | None = None  # why it could not be written; where one process writes alone, it alone knows
         self._fingerprint: tuple[int, str] | None = None  # the newest one, and after which step
         self._optimizers = OptimizerWatch(self._models, self._saved)
         atexit.register(self._at_exit)
@@ -83,16 +82,22 @@ class Run:
     # ---- before the loop
 
     @overload
-    def prepare(self, model: M, /) -> M: ...
+    def prepare(self, model: M, /, *, save: str = "all") -> M: ...
     @overload
-    def prepare(self, model: nn.Module, second: nn.Module, /, *more: nn.Module) -> tuple[Any, ...]: ...
-    def prepare(self, model: nn.Module, /, *more: nn.Module) -> Any:
+    def prepare(
+        self, model: nn.Module, second: nn.Module, /, *more: nn.Module, save: str = "all"
+    ) -> tuple[Any, ...]: ...
+    def prepare(self, model: nn.Module, /, *more: nn.Module, save: str = "all") -> Any:
         """Place a model (or several) for this layout. Returns the same module(s), not a wrapper.
 
         Call it after `start`, which seeds the generators, and before the optimizer is made. UsageError if parameters
         or buffers are not the same on every process.
+
+        `save="trained"`, for adapters on a large model: checkpoints and model.safetensors hold only the buffers and
+        the parameters that require a gradient now. The rest, the base, must be the same when the run is resumed, else
+        CheckpointError; load the file into the base with load_state_dict(..., strict=False).
         """
-        prepared = [self._models.prepare(m) for m in (model, *more)]
+        prepared = [self._models.prepare(m, save) for m in (model, *more)]
         self._journal.emit("prepare", models=[type(m).__name__ for m in prepared])
         return prepared[0] if not more else tuple(prepared)
 
@@ -455,13 +460,13 @@ class Run:
             "cursor": self._cursor,
             "fingerprint": self._fingerprint_now(),
         }
+        if self._failure is not None:
+            raise MachineError(
+                f"the last checkpoint could not be written: {self._failure}",
+                do="make room on the disk and start again: the run goes on from the checkpoint before",
+            )
+        left_out = self._saved.save_model(self._paths.model)
         if self.rank == 0:
-            if self._failure is not None:
-                raise MachineError(
-                    f"the last checkpoint could not be written: {self._failure}",
-                    do="make room on the disk and start again: the run goes on from the checkpoint before",
-                )
-            left_out = save_model(self._paths.model, dict(zip(self._models.names(), self._models.all, strict=True)))
             if left_out:
                 self._journal.say(
                     f"{self._paths.model.name} cannot hold {', '.join(left_out)}; the checkpoint has them"

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import re
+import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save, save_file
+from safetensors import safe_open
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from evenstep.errors import CheckpointError, UsageError
-from evenstep.record.publish import whole_path
 from evenstep.train.leaves import decode_leaf, encode_leaf, is_plain, is_text, join_path, refused
+from evenstep.train.pieces import Elsewhere, is_known, is_whole, like, memory, piece
 
 SCHEMA = 1
 TREE = "tree.json"
 TENSORS = "tensors.safetensors"
 
-# What every version of safetensors keeps. Tensors of another dtype are written as bytes, with the dtype in the JSON.
-_KEPT = frozenset(
-    {
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-        torch.int64, torch.int32, torch.int16, torch.int8,
-        torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
-    }
-)  # fmt: skip
+# What every version of safetensors keeps, by its name there, in the order in which it lays them out (from the last to
+# the first). Tensors of another dtype are written as bytes, with the dtype in the JSON.
+_KEPT = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.float64: "F64",
+    torch.int64: "I64", torch.uint64: "U64",
+}  # fmt: skip
 # Containers, with the tag that their (key, value) pairs get in the JSON.
 _CONTAINERS: dict[type, str] = {
     dict: "items", OrderedDict: "ordered", Counter: "counter", defaultdict: "defaultdict",
@@ -46,6 +44,29 @@ _DEEPEST = 100
 _TEXT = "#tree"  # the JSON's name beside the tensors on the wire; no path begins like this
 
 
+_PART = 1 << 24  # bytes that are copied from a device, or sent, at a time
+
+ELSEWHERE_NODE = {"elsewhere": True}  # what ELSEWHERE is in the JSON
+
+
+class Entry(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Entry:
+        """How `tensor` is written."""
+        if tensor.dtype in _KEPT:
+            return Entry(tensor.dtype, tuple(tensor.shape))
+        return Entry(torch.uint8, (tensor.numel() * tensor.dtype.itemsize,))
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def save_tree(folder: Path, tree: object) -> None:
     """Write `tree` into `folder` as tree.json and tensors.safetensors; publishing the folder is the caller's.
 
@@ -54,76 +75,222 @@ def save_tree(folder: Path, tree: object) -> None:
     tensors on the CPU. Tensors that are one and the same in `tree` are so again. UsageError names what cannot be kept
     by its path, for example `scheduler.foo[2]`. OSError if the disk does not take it.
     """
-    encoder = _Encoder()
-    text = encoder.document(tree)
-    _save_file(encoder.tensors, folder / TENSORS)
+    text, tensors = encode_parts(tree, parts=False)
+    entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}
+    data = (part for name in in_file_order(entries) for part in raw_parts(tensors[name]))
+    write_tensors(folder / TENSORS, entries, data)
     (folder / TREE).write_bytes(text)
 
 
-def check_tree(tree: object) -> None:
-    """UsageError, naming the path, where `save_tree` would not keep something of `tree`. Nothing is written."""
-    _Encoder().document(tree)
+def check_tree(tree: object, *, parts: bool = False) -> None:
+    """UsageError, naming the path, where `save_tree` would not keep something of `tree`. Nothing is written.
+
+    With `parts`, tensors may be DTensors and meta tensors."""
+    encode_parts(tree, parts=parts)
+
+
+def encode_parts(tree: object, *, parts: bool = True) -> tuple[bytes, dict[str, Tensor]]:
+    """The JSON of `tree`, and its tensors by name as they are: with `parts` also DTensors and meta tensors."""
+    encoder = _Encoder(parts)
+    return encoder.document(tree), encoder.tensors
 
 
 def load_tree(folder: Path) -> Any:
     """The tree that `save_tree` wrote into `folder`. CheckpointError if it is damaged or not all there."""
+    tree = read_tree(folder)
+    with damage_named(folder):
+        return filled(tree)
+
+
+def read_tree(folder: Path) -> Any:
+    """The tree in `folder` with a Stored in place of every tensor and array: they are read when they are asked for,
+    within `damage_named`."""
     for name in (TREE, TENSORS):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing", do="use an older checkpoint")
-    with _damage_named(str(folder)):
-        return _Decoder(load_file(folder / TENSORS)).document((folder / TREE).read_bytes())
+    with damage_named(folder):
+        file: Any = safe_open(folder / TENSORS, "pt")
+        sizes = {name: _entry(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+
+        def stored(name: str, tag: dict[str, Any]) -> Stored:
+            return Stored(file, name, sizes[name], tag)
+
+        return _Decoder(stored).document((folder / TREE).read_bytes())
+
+
+def _entry(stored: Any) -> Entry:
+    kept = {name: dtype for dtype, name in _KEPT.items()}
+    return Entry(kept[stored.get_dtype()], tuple(stored.get_shape()))
+
+
+class _File(Protocol):
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class Stored:
+    """A tensor, or a numpy array, that lies in a file and is read when it is asked for."""
+
+    def __init__(self, file: _File, name: str, entry: Entry, tag: dict[str, Any]) -> None:
+        self._file, self._name, self._tag = file, name, tag
+        self.dtype = getattr(torch, tag["dtype"]) if "tensor" in tag and "dtype" in tag else entry.dtype
+        self.shape = torch.Size(tag.get("shape", entry.shape))
+        self.is_array = "array" in tag
+        self._value: Any = None
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Some rows: a view of the file. One of no dimensions has one."""
+        whole = self._file.get_tensor(self._name)  # no copy: what is not touched is not read
+        if self.dtype != whole.dtype:
+            whole = whole.view(self.dtype)
+        whole = whole.reshape(self.shape)
+        return whole[start:stop] if self.shape else whole
+
+    def value(self) -> Any:
+        """The tensor, or the array, in memory of its own. The same one whenever it is asked for."""
+        if self._value is None:
+            self._value = self._array() if self.is_array else self._tensor()
+        return self._value
+
+    def _tensor(self) -> Tensor:
+        # A copy: a view of the file would keep its space on the disk when it is removed.
+        tensor = self.rows(0, self.shape[0] if self.shape else 1)
+        if "stride" not in self._tag:
+            return tensor.clone()
+        return torch.empty_strided(tensor.shape, self._tag["stride"], dtype=tensor.dtype).copy_(tensor)
+
+    def _array(self) -> np.ndarray[Any, Any]:
+        data: np.ndarray[Any, Any] = self._file.get_tensor(self._name).clone().numpy().view(self._tag["dtype"])
+        return data.reshape(self._tag["shape"], order=self._tag["order"])
+
+
+def filled(tree: Any, at: Any = None, *, views: bool = False) -> Any:
+    """`tree`, as `read_tree` gives it, with values. It is changed in place.
+
+    A tensor for which `at`, a tree of the same form as far as it goes, has a DTensor or a meta tensor of its shape
+    comes back spread like that; in place of a tree `at` may hold one tensor for all below. With `views` tensors may be
+    views of the file.
+    """
+    if isinstance(at, Elsewhere):
+        return at
+    if isinstance(tree, Stored):
+        if isinstance(at, Tensor) and not tree.is_array and tree.shape == at.shape:
+            if not is_whole(at):
+                spread = like(at, tree.rows)
+                return spread if views else _own(spread)
+            if views:
+                return tree.rows(0, tree.shape[0] if tree.shape else 1)
+        return tree.value()
+    if isinstance(tree, dict):
+        for key in tree:
+            tree[key] = filled(tree[key], at.get(key) if isinstance(at, Mapping) else _below(at), views=views)
+        if isinstance(tree, OrderedDict) and hasattr(tree, "_metadata"):
+            filled(tree._metadata)
+    elif isinstance(tree, (list, tuple)):
+        beside = at if isinstance(at, (list, tuple)) and len(at) == len(tree) else [_below(at)] * len(tree)
+        values = [filled(item, beside[i], views=views) for i, item in enumerate(tree)]
+        if isinstance(tree, tuple) and type(tree) is tuple:
+            return tuple(values)
+        if isinstance(tree, list):
+            tree[:] = values
+    elif type(tree) in (set, frozenset):
+        return type(tree)(filled(item) for item in tree)
+    return tree
+
+
+def _below(at: Any) -> Tensor | None:
+    return at if isinstance(at, Tensor) else None
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The same in memory of its own."""
+    return tensor if tensor.is_meta else tensor.clone()
 
 
 def encode_tree(tree: object) -> bytes:
     """`tree` (see `save_tree`) as bytes: those of a safetensors file that has the JSON as one more tensor."""
-    encoder = _Encoder()
-    text = torch.frombuffer(bytearray(encoder.document(tree)), dtype=torch.uint8)
-    return save(_apart({_TEXT: text, **encoder.tensors}))
+    document, tensors = encode_parts(tree, parts=False)
+    text = torch.frombuffer(bytearray(document), dtype=torch.uint8)
+    return save(_apart({_TEXT: text, **{name: _kept(tensor) for name, tensor in tensors.items()}}))
 
 
 def decode_tree(data: bytes) -> Any:
     """The tree that `encode_tree` turned into `data`. CheckpointError if it is not all there."""
-    with _damage_named("the tree"):
+    with damage_named("the tree"):
         tensors = load(data)
-        return _Decoder(tensors).document(tensors.pop(_TEXT).numpy().tobytes())
+        text = tensors.pop(_TEXT).numpy().tobytes()
+
+        class Loaded:
+            def get_tensor(self, name: str) -> Tensor:
+                return tensors[name]
+
+        def stored(name: str, tag: dict[str, Any]) -> Stored:
+            return Stored(Loaded(), name, Entry(tensors[name].dtype, tuple(tensors[name].shape)), tag)
+
+        return filled(_Decoder(stored).document(text))
 
 
-def save_model(path: Path, models: Mapping[str, nn.Module]) -> list[str]:
-    """Publish the parameters and buffers of `models` as one safetensors file that plain PyTorch loads.
-
-    One model's names have no prefix, several models' the model's name: `generator.conv.weight`. Tied weights are
-    written under each of their names, so that load_state_dict(strict=True) takes the file. Returns the names of what
-    is left out, for the caller to say: what is no tensor, and tensors of dtypes that not every version of safetensors
-    keeps (complex numbers; as pairs of real ones no plain module would load them). MachineError if the disk does not
-    take the file.
-    """
-    tensors: dict[str, Tensor] = {}
-    left_out = []
-    for model_name, model in models.items():
-        for key, value in model.state_dict().items():
-            name = key.replace("_orig_mod.", "")  # torch.compile's
-            name = name if len(models) == 1 else f"{model_name}.{name}"
-            if isinstance(value, Tensor) and value.dtype in _KEPT:
-                tensors[name] = _plain(value)
-            else:
-                left_out.append(name)
-    with whole_path(path) as beside:
-        _save_file(tensors, beside, {"format": "pt"})
-    return left_out
+# ---- files
 
 
-def _save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write `tensors` to the new file `path`. OSError if the disk does not take it."""
-    path.touch()
-    mode = path.stat().st_mode
+def is_kept(dtype: torch.dtype) -> bool:
+    """Whether every version of safetensors keeps tensors of this dtype."""
+    return dtype in _KEPT
+
+
+def in_file_order(entries: Mapping[str, Entry]) -> list[str]:
+    """The names in the order in which safetensors lays tensors out: wide dtypes first, so that all are aligned."""
+    places = {dtype: place for place, dtype in enumerate(_KEPT)}
+    return sorted(entries, key=lambda name: (-places[entries[name].dtype], name.encode()))
+
+
+def write_tensors(
+    path: Path, entries: Mapping[str, Entry], data: Iterable[memoryview], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file; `data` has the bytes of the tensors `in_file_order`, in any parts, which are written
+    as they come. OSError if the disk does not take it."""
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for name in in_file_order(entries):
+        entry = entries[name]
+        end = at + entry.bytes
+        header[name] = {"dtype": _KEPT[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    written = 0
     try:
-        save_file(_apart(tensors), path, metadata)
-    except SafetensorError as error:
-        # The system's error is in its text alone: "I/O error: No space left on device (os error 28)".
-        found = re.search(r"\(os error (\d+)\)", str(error))
-        number = int(found[1]) if found else errno.EIO
-        raise OSError(number, os.strerror(number) if found else str(error), str(path)) from error
-    path.chmod(mode)  # safetensors makes files that only their owner may read
+        with path.open("xb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for part in data:
+                written += file.write(part)
+    except OSError as error:  # that of a write does not say where
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    if written != at:
+        raise AssertionError(f"{path} got {written} bytes of tensors instead of {at}")
+
+
+def raw_parts(tensor: Tensor, first: int = 0, last: int | None = None) -> Iterator[memoryview]:
+    """The bytes of the elements from `first` to `last`, in C order, copied from the device in parts."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    last = flat.numel() if last is None else last
+    for count in part_sizes(last - first, tensor.dtype.itemsize):
+        yield raw_bytes(flat[first : first + count])
+        first += count
+
+
+def part_sizes(elements: int, size: int) -> Iterator[int]:
+    """How many elements of `size` bytes go into each part."""
+    step = max(1, _PART // size)
+    for start in range(0, elements, step):
+        yield min(step, elements - start)
+
+
+def raw_bytes(flat: Tensor) -> memoryview:
+    """The memory of a plain tensor of one dimension, copied to the CPU if it is not there."""
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    data: Any = flat.cpu().contiguous().view(torch.uint8).numpy()
+    return memoryview(data)
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -138,7 +305,7 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _damage_named(what: str) -> Iterator[None]:
+def damage_named(what: object) -> Iterator[None]:
     """Whatever goes wrong with what was read, other than the reading, is damage: it was written by `_Encoder`."""
     try:
         yield
@@ -152,8 +319,9 @@ def _damage_named(what: str) -> Iterator[None]:
 class _Encoder:
     """Turns one tree into JSON, and collects its tensors by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: bool) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._parts = parts  # whether tensors may be DTensors and meta tensors
         self._names: dict[tuple[object, ...], str] = {}  # of what lies where in memory
         self._above: list[int] = []  # the containers around what is being encoded
 
@@ -166,6 +334,8 @@ class _Encoder:
             return self._tensor(value, path)
         if type(value) is np.ndarray:
             return self._array(value, path)
+        if self._parts and isinstance(value, Elsewhere):
+            return ELSEWHERE_NODE
         if type(value) in _CONTAINERS:
             if id(value) in self._above or len(self._above) >= _DEEPEST:
                 raise UsageError(
@@ -208,18 +378,16 @@ class _Encoder:
         raise refused(value.default_factory, f"{path}.default_factory")
 
     def _tensor(self, tensor: Tensor, path: str) -> object:
-        check_tensor(tensor, path)
+        check_tensor(tensor, path, parts=self._parts)
         tag: dict[str, object] = {}
         if tensor.dtype not in _KEPT:
             tag.update(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
         if not tensor.is_contiguous() and _is_dense(tensor):
             tag["stride"] = list(tensor.stride())
-        memory = (tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor.shape, tensor.stride())
-        if memory not in self._names or tensor.numel() == 0:
-            plain = _plain(tensor)
-            kept = plain if plain.dtype in _KEPT else plain.reshape(-1).view(torch.uint8)
-            self._names[memory] = self._add(path or "tensor", kept)
-        return {"tensor": self._names[memory], **tag}
+        place = memory(tensor)
+        if place not in self._names or tensor.numel() == 0:
+            self._names[place] = self._add(path or "tensor", tensor)
+        return {"tensor": self._names[place], **tag}
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> object:
         if not is_plain(array.dtype):
@@ -242,11 +410,11 @@ class _Encoder:
 
 
 class _Decoder:
-    """Turns JSON, and the tensors that were stored with it, into the tree. The tensors are used up."""
+    """Turns JSON into the tree; `stored` says what takes the place of a tensor or array, from its name and tag."""
 
-    def __init__(self, stored: dict[str, Tensor]) -> None:
+    def __init__(self, stored: Callable[[str, dict[str, Any]], Stored]) -> None:
         self._stored = stored
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, Stored] = {}
 
     def document(self, text: bytes) -> Any:
         content = json.loads(text)
@@ -281,55 +449,41 @@ class _Decoder:
                 return set(self._value(content))
             case "frozenset":
                 return frozenset(self._value(content))
-            case "tensor":
-                return self._tensor(content, value)
-            case "array":
-                return self._array(content, value)
+            case "tensor" | "array":
+                if content not in self._tensors:
+                    self._tensors[content] = self._stored(content, value)
+                return self._tensors[content]
         return decode_leaf(tag, content)
 
     def _items(self, items: list[list[Any]]) -> list[tuple[Any, Any]]:
         return [(self._value(key), self._value(item)) for key, item in items]
 
-    def _tensor(self, name: str, tag: dict[str, Any]) -> Tensor:
-        if name not in self._tensors:
-            tensor = self._take(name)
-            if "dtype" in tag:
-                tensor = tensor.view(getattr(torch, tag["dtype"])).reshape(tag["shape"])
-            if "stride" in tag:
-                tensor = torch.empty_strided(tensor.shape, tag["stride"], dtype=tensor.dtype).copy_(tensor)
-            self._tensors[name] = tensor
-        return self._tensors[name]
 
-    def _array(self, name: str, tag: dict[str, Any]) -> np.ndarray[Any, Any]:
-        data: np.ndarray[Any, Any] = self._take(name).numpy().view(tag["dtype"])
-        return data.reshape(tag["shape"], order=tag["order"])
-
-    def _take(self, name: str) -> Tensor:
-        # A copy: what was loaded is a view of the file, which would keep its space on the disk when it is removed.
-        return self._stored.pop(name).clone()
-
-
-def check_tensor(tensor: Tensor, path: str) -> None:
-    """UsageError for a tensor that is not plain numbers in memory, as sparse, quantized and meta ones are."""
+def check_tensor(tensor: Tensor, path: str, *, parts: bool = False) -> None:
+    """UsageError for a tensor that is not plain numbers in memory, as sparse and quantized ones are, and, without
+    `parts`, DTensors and meta tensors."""
     odd = None
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+    if not (is_known(tensor) if parts else type(tensor) in (Tensor, nn.Parameter, nn.Buffer)):
         odd = f"a {type(tensor).__name__}"
     elif tensor.layout != torch.strided:
         odd = f"a tensor of layout {tensor.layout}"
     elif tensor.is_quantized:
         odd = "a quantized tensor"
-    elif tensor.is_meta:
+    elif tensor.is_meta and not parts:
         odd = "a tensor on the meta device, which has no values,"
     if odd:
         raise UsageError(
             f"the state at {path or 'the top'} holds {odd} where a plain dense tensor is expected",
             do="convert it (to_dense(), dequantize(), full_tensor()) in state_dict",
         )
+    if parts and not is_whole(tensor):
+        piece(tensor, path)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor's values on the CPU, contiguous: itself where it is that already."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+def _kept(tensor: Tensor) -> Tensor:
+    """The tensor's values on the CPU, contiguous, in a dtype that every version of safetensors keeps."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain if plain.dtype in _KEPT else plain.reshape(-1).view(torch.uint8)
 
 
 def _is_dense(tensor: Tensor) -> bool:
