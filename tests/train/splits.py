@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # fully_shard imports it, which takes a second in every process that has not done so
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
 
 from evenstep.plan.grid import Grid
 from evenstep.record.checkpoints import Checkpoints
@@ -97,26 +100,56 @@ def gradients(model: nn.Module, step: int) -> None:
             p.grad = like(p, lambda start, stop, rows=rows: rows(slice(start, stop)))  # type: ignore[misc]
 
 
+class Shadow:
+    """An object of the user's that keeps copies of the weights; it may be given nothing but what it returned."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.copies = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"copies": dict(self.copies), "of": "weights"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, copy in self.copies.items():
+            given = state["copies"][name]
+            assert (type(given), given.shape, given.is_meta) == (type(copy), copy.shape, copy.is_meta)
+            copy.copy_(given)
+
+
 class Training:
     """A process's part of a training that is saved and restored."""
 
-    def __init__(self, name: str, rank: int, directory: Path, seed: int, save: str = "all", **more: Any) -> None:
+    def __init__(self, name: str, rank: int, directory: Path, seed: int = 1, save: str = "all") -> None:
         self.grid = GRIDS[name]
         world = self.grid.processes
         self.meeting = Meeting(rank, world, dist.new_group(backend="gloo") if world > 1 else None)
         self.model = Net(seed)
-        models = Models(self.meeting, Randomness(0), lambda m: place(m, self.grid, rank, "shard" in name))
+        self.average = AveragedModel(self.model)
+        models = Models(
+            self.meeting, Randomness(0), lambda m: place(getattr(m, "module", m), self.grid, rank, "shard" in name)
+        )
         models.prepare(self.model, save)
+        models.prepare(self.average)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.1, amsgrad=True)
+        self.shadow = Shadow(self.model)
         self.saved = Saved(models, self.meeting, Checkpoints(RunPaths(directory)))
-        self.saved.take({"model": self.model, "optimizer": self.optimizer, **more})
+        self.saved.take(
+            {
+                "model": self.model,
+                "optimizer": self.optimizer,
+                "average": self.average,
+                "shadow": self.shadow,
+                "best": 1,
+            }
+        )
 
     def step(self, number: int) -> str:
         gradients(self.model, number)
         self.optimizer.step()
+        self.average.update_parameters(self.model)
         return self.saved.fingerprint(f"step {number}")
 
-    def save(self, number: int) -> str | None:
+    def save(self, number: int = 1) -> str | None:
         about: dict[str, object] = {"fingerprint": self.saved.fingerprint("saving")}
         return self.saved.save(number, about, 2)
 
@@ -124,8 +157,6 @@ class Training:
 @contextmanager
 def ranks_of(name: str) -> Iterator[int]:
     """This process's rank, with torch.distributed ready."""
-    import os
-
     dist.init_process_group("gloo")
     try:
         yield int(os.environ["RANK"])

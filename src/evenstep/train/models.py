@@ -20,6 +20,7 @@ class Models:
         self.all: list[nn.Module] = []
         self.first_step = 0  # the first step that this process does; its checks are done there
         self._meeting, self._randomness, self._place = meeting, randomness, place
+        self._kinds: list[str] = []  # their classes, before placing: fully_shard changes them
         self._base: dict[int, frozenset[str]] = {}  # of a model that saves what trains: the parameters it does not
         self._known: dict[int, tuple[nn.Parameter, ...]] = {}
         self._inner: dict[int, list[tuple[str, nn.Parameter]]] = {}
@@ -49,6 +50,7 @@ class Models:
         if save == "trained":
             named = model.named_parameters(remove_duplicate=False)
             self._base[id(model)] = frozenset(name for name, p in named if not p.requires_grad)
+        self._kinds.append(type(model).__name__)
         self._place(model)
         self.all.append(model)
         return model
@@ -85,8 +87,7 @@ class Models:
         """A name for each model: '' where there is one, else its class and place."""
         if len(self.all) == 1:
             return [""]
-        kinds = [type(m).__name__ for m in self.all]
-        return [kind if kinds.count(kind) == 1 else f"{kind}{k}" for k, kind in enumerate(kinds)]
+        return [kind if self._kinds.count(kind) == 1 else f"{kind}{k}" for k, kind in enumerate(self._kinds)]
 
     def parameters(self, models: Sequence[nn.Module] | None = None) -> list[tuple[str, nn.Parameter]]:
         """Each parameter once, by name, in the order of the models. New ones of a changed model are found."""
