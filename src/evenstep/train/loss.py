@@ -155,7 +155,7 @@ def additive(exact: bool, rounding: float) -> Generator[list[tuple[int, int]], E
             f"its two halves give {statistics.fmean(sums):.6g} together",
             do="return a sum over samples, not a mean (reduction='sum', or `loss * n, n`); put a term that does not "
             "depend on samples (weight decay) into the optimizer, or multiply it by the weight; a loss that compares "
-            "the samples of a batch with each other (contrastive) cannot be split into micro-batches like this",
+            "the samples of a batch with each other (contrastive) goes to step.backward_whole(embed_fn, loss_fn)",
         )
 
 

@@ -33,6 +33,7 @@ from evenstep.train.purity import Untouched, refuse_strangers
 from evenstep.train.randomness import Randomness
 from evenstep.train.statistics import Change, mixes_samples, refuse_statistics
 from evenstep.train.trace import Trace, traced
+from evenstep.train.whole import Second, Whole
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,25 @@ class Step:
         self._calls += 1
         site = call_site()
         return self._do(lambda: Work(self, loss_fn, chosen, call, site), chosen)
+
+    def backward_whole(self, embed_fn: Callable[..., Any], loss_fn: Callable[..., Any], *models: nn.Module) -> Result:
+        """As `backward`, for a loss that compares the samples of the global batch with each other (contrastive).
+
+        `embed_fn(*models, batch)` gives the embeddings of one micro-batch: a tensor, or a dict or tuple of tensors,
+        with a row a sample, and whatever else the loss needs of the samples (labels). `loss_fn(*models, embeddings)`
+        gets those of the whole global batch, in order, and returns its loss, normalised as it likes, or
+        (loss, {name: number}). Every process computes it, so every device has room for all embeddings; the model runs
+        twice over each micro-batch (method: arXiv:2101.06983). The loss may use parameters of the models itself.
+
+        Raises as `backward` does. Not offered with --stages.
+        """
+        self._refuse_if_over()
+        chosen = self._models.chosen(models)
+        call = self._calls
+        self._calls += 1
+        site = call_site()
+        whole = Whole(self, embed_fn, loss_fn, chosen, call, site)
+        return self._do(lambda: Work(self, embed_fn, chosen, call, site, whole.differentiate()), chosen)
 
     def _do(self, work: Callable[[], Work], models: Sequence[nn.Module]) -> Result:
         """Does the work of one call, again where it overflows."""
@@ -196,8 +216,17 @@ class Work:
     backward of the share (or at once where it is empty) `open()`; after each backward `reduction.leaf_done()`.
     """
 
-    def __init__(self, step: Step, loss_fn: LossFn, models: Sequence[nn.Module], call: int, site: str) -> None:
+    def __init__(
+        self,
+        step: Step,
+        loss_fn: LossFn,
+        models: Sequence[nn.Module],
+        call: int,
+        site: str,
+        second: Second | None = None,
+    ) -> None:
         self.step, self.loss_fn, self.models, self.call, self.site = step, loss_fn, models, call, site
+        self.second = second  # of the two passes of step.backward_whole
         self.share = step._share
         self.first = step.number == step._models.first_step and call == 0
         self.leaves: dict[int, Leaf] = {}
@@ -219,7 +248,7 @@ class Work:
         self.reduction = layout.reducer.start(named, step._plan.micro_batches)
         try:
             with step._randomness.keyed(), layout.statistics.active(), naming_nondeterministic(self.first):
-                if self.first:
+                if self.first and self.second is None:
                     self._first_checks()
                 layout.compute(self)
                 self.untouched.check_buffers()
@@ -264,7 +293,7 @@ class Work:
             traced(step.trace, self.call, i, self.loss_fn, batch) as tell,
             statistics.collect(i),
         ):
-            found = leaf(self.computed(batch, contents=self.first and not self.leaves), i)
+            found = leaf(self.computed(batch, i, contents=self.first and not self.leaves), i)
             tell(found)
         total = found.total
         if self.first and not self.leaves:
@@ -273,12 +302,13 @@ class Work:
         self.leaves[i] = Leaf(total.detach(), found.value, found.weight, found.metrics)
         return step._precision.scaled(total, found.weight)
 
-    def computed(self, batch: Any, *, contents: bool = False) -> Any:
-        """What the loss function returns for `batch`, with nothing else changed."""
+    def computed(self, batch: Any, i: int, *, contents: bool = False) -> Any:
+        """What the loss function returns for `batch`, of micro-batch i, with nothing else changed."""
+        loss_fn = self.loss_fn if self.second is None else self.second.loss_of(i)
         self.reduction.computing = True
         try:
             with self.untouched.while_computing(batch, contents=contents), self.step._precision.computing():
-                return self.loss_fn(*self.models, batch)
+                return loss_fn(*self.models, batch)
         finally:
             self.reduction.computing = False
 
@@ -335,7 +365,10 @@ class Work:
                 do="return the loss as computed, without .detach(), torch.no_grad() or .item()",
             )
         by_leaf = {i: row for answer in answers for i, row in answer["rows"]}
-        self.result = _result([row for _, row in sorted(by_leaf.items())], self.step.number)
+        if self.second is None:
+            self.result = _result([row for _, row in sorted(by_leaf.items())], self.step.number)
+        else:
+            self.result = Result(self.second.loss, None, self.second.metrics)
         if any(a["statistics"] for a in answers):
             signature = f"step {self.step.number}"
             self.changes = statistics.exchange(self.step._plan.micro_batches, signature=signature, site=self.site)
@@ -392,7 +425,7 @@ class _Look:
         step = self._work.step
         step._randomness.begin("additive", step.number, draw)
         try:
-            returned = self._work.computed(self._parts[part])
+            returned = self._work.computed(self._parts[part], 0)
         except (LossError, UsageError):
             raise
         except Exception as error:
