@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,19 +136,21 @@ class Whole:
         return second
 
     def _own(self, untouched: Untouched) -> list[tuple[int, Nest]]:
-        """The embeddings of this process's micro-batches. All shards of a replica do as many forward passes."""
+        """The embeddings of this process's micro-batches."""
         step, found = self._step, []
-        plan, rank = step._plan, step._meeting.rank
-        mine = list(step._layout.grid.leaves(plan.micro_batches, rank))
-        read = step._layout.grid.read(plan.micro_batches, rank)
-        for j in range(step._layout.grid.rounds(plan.micro_batches, rank)):
-            i = mine[j] if j < len(mine) else read[-1]
+        layout, count = step._layout, step._plan.micro_batches
+
+        def embed(i: int) -> None:
             batch = step._batch(i)
             step._randomness.begin_micro_batch(step.number, self._call, i)
             with torch.no_grad(), untouched.while_computing(batch), step._precision.computing():
-                nest = _plain(self._embed_fn(*self._models, batch))
-            if j < len(mine):
-                found.append((i, nest))
+                found.append((i, _plain(self._embed_fn(*self._models, batch))))
+
+        mine = list(layout.grid.leaves(count, step._meeting.rank))
+        passes = layout.lockstep.passes(self._models, "the embeddings of step.backward_whole", self._site)
+        for number in range(max(len(layout.grid.leaves(count, rank)) for rank in layout.lockstep.ranks)):
+            passes.run(partial(embed, mine[number]) if number < len(mine) else None)
+        passes.check()
         return found
 
     def _gathered(self, own: Callable[[], list[tuple[int, Nest]]]) -> dict[int, Nest]:
