@@ -173,7 +173,7 @@ def run(
         count,
         settings,
         made=made,
-        show_all=output == "all",
+        show=output,
         say=say,
     )
     if outcome.signal is not None:

@@ -12,10 +12,13 @@ import importlib
 import json
 import os
 import random
+import select
 import signal
+import socket
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,7 +52,8 @@ def command(role: str, *descriptors: int) -> list[str]:
 
 
 def main(bare: Collection[str], role: str, *numbers: str) -> None:
-    """Begin as the server, as one that only starts interpreters ("plain"), or as a training process ("process")."""
+    """Begin as the server, as one that only starts interpreters ("plain"), as a training process ("process"), or as the
+    one that servers are forked off ("warm")."""
     given = dict(os.environ)
     job_descriptor, other, *rest = map(int, numbers)
     job = from_json(_read_all(job_descriptor))
@@ -58,19 +62,21 @@ def main(bare: Collection[str], role: str, *numbers: str) -> None:
         os.set_inheritable(other, False)
         _name_process(job)
         run_and_leave(job, rank=rest[0], bare=bare, failed=other)
+    if role == "warm":
+        os.close(job_descriptor)
+        _serve_servers(job, bare, given, other)
+        return
     kinship.die_with(job.launcher)  # until there are processes to clean up after
     kinship.adopt_orphans()
     emit = _emitter(other)
     if role == "server":
         _prepare(job, emit, job_descriptor, other)
-    # Some libraries set variables when they are imported, and read them later.
-    set_since = {name: value for name, value in os.environ.items() if given.get(name) != value}
-    _serve(job, bare, set_since, emit, other, job_descriptor, fork=role == "server")
+    _serve(job, bare, _set_since(given), emit, other, job_descriptor, fork=role == "server")
 
 
 def _prepare(job: Job, emit: Callable[..., None], job_descriptor: int, events: int) -> None:
     """Look at the script, refuse what cannot work, and import; or become a server that starts processes plainly."""
-    found = imports.scan_module(job.script, Path.cwd()) if job.as_module else imports.scan_script(Path(job.script))
+    found = _scan(job)
     if not found.uses_evenstep:
         emit("foreign")
     if job.backend not in (None, "auto"):
@@ -80,10 +86,7 @@ def _prepare(job: Job, emit: Callable[..., None], job_descriptor: int, events: i
             sys.exit(0)
     reason = None
     if job.processes > 1:
-        names = list(found.installed)
-        if found.uses_evenstep:
-            names += ["torch", "evenstep"]
-        reason = preload(names)
+        reason = preload(_names(found))
         if reason is not None:
             emit("plain", reason=reason)
     if job.processes == 1 or reason is not None:
@@ -93,6 +96,15 @@ def _prepare(job: Job, emit: Callable[..., None], job_descriptor: int, events: i
         sys.stdout.flush()
         environment = {**job.environment, "EVENSTEP_LAUNCH": job.tag}
         os.execve(sys.executable, command("plain", job_descriptor, events), environment)
+
+
+def _scan(job: Job) -> imports.Imports:
+    return imports.scan_module(job.script, Path.cwd()) if job.as_module else imports.scan_script(Path(job.script))
+
+
+def _names(found: imports.Imports) -> list[str]:
+    """What is imported once for all processes."""
+    return [*found.installed, *(["torch", "evenstep"] if found.uses_evenstep else [])]
 
 
 def _serve(
@@ -146,6 +158,76 @@ def _serve(
     watch(job, pids, commands=0, failed=failed, woken=woken, emit=emit)
 
 
+def _set_since(given: Mapping[str, str]) -> dict[str, str]:
+    """What imports have added to the environment: some libraries set variables then, and read them later."""
+    return {name: value for name, value in os.environ.items() if given.get(name) != value}
+
+
+def _serve_servers(job: Job, bare: Collection[str], given: Mapping[str, str], end: int) -> None:
+    """Import, then fork fork servers as asked (see warm.py), until the launcher is gone. `given`: the environment."""
+    kinship.die_with(job.launcher)
+    found = _scan(job)
+    plain = preload(_names(found))
+    since = _set_since(given)
+    asked = socket.socket(fileno=end)
+    asked.send(json.dumps({"foreign": not found.uses_evenstep, "plain": plain}).encode())
+    while True:
+        said, descriptors, _, _ = socket.recv_fds(asked, 1 << 16, 250)
+        if not said:
+            return
+        read, write = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            pid = os.fork()
+            if pid != 0:  # the fork server becomes the launcher's child, when this one ends
+                os.write(write, str(pid).encode())
+                os._exit(0)
+            try:
+                asked.close()
+                os.close(read)
+                os.close(write)
+                _become_server(job.launcher, json.loads(said), descriptors, bare, since)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            os._exit(4)
+        os.close(write)
+        pid_text = os.read(read, 64)
+        os.close(read)
+        os.waitpid(middle, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        asked.send(pid_text)
+
+
+def _become_server(
+    launcher: int,
+    names: Mapping[str, list[int]],
+    descriptors: list[int],
+    bare: Collection[str],
+    set_since: Mapping[str, str],
+) -> None:
+    """Go on as the fork server of one launch. `names`: what the launcher calls the later descriptors."""
+    while os.getppid() != launcher:
+        if os.getppid() == 1:
+            os._exit(4)  # the launcher is gone
+        select.select([], [], [], 0.001)
+    kinship.die_with(launcher)
+    kinship.adopt_orphans()
+    os.setsid()
+    job_descriptor, events, commands, *rest = descriptors
+    os.dup2(commands, 0)
+    os.close(commands)
+    here = dict(zip([*names["outputs"], *names["held"]], rest, strict=True))
+    job = from_json(_read_all(job_descriptor))
+    job = replace(
+        job,
+        outputs=tuple((here[out], here[err]) for out, err in job.outputs),
+        held=tuple(here[one] for one in job.held),
+    )
+    emit = _emitter(events)
+    _serve(job, bare, set_since, emit, events, job_descriptor, fork=True)
+
+
 def _become(job: Job, rank: int, server: int, private: Collection[int]) -> None:
     """Turn a fresh fork into the training process of this rank: group, descriptors, environment."""
     os.setpgid(0, 0)
@@ -179,6 +261,8 @@ def _refresh(job: Job) -> None:
     if torch is not None:
         torch.default_generator.seed()
         threads = job.threads()
+        if threads is None and job.processes == 1:
+            threads = len(os.sched_getaffinity(0))  # what torch takes where nothing says otherwise
         if threads is not None and threads != 1:
             torch.set_num_threads(threads)
     for stream in (sys.stdout, sys.stderr):
@@ -231,6 +315,8 @@ def _name_process(job: Job) -> None:
 
 
 def _emitter(descriptor: int) -> Callable[..., None]:
+    """What reports an event of this process to the launcher."""
+
     def emit(event: str, **fields: object) -> None:
         with suppress(BrokenPipeError):  # the launcher is gone; the other pipe's end says so too
             os.write(descriptor, json.dumps({"event": event, **fields}).encode() + b"\n")

@@ -25,10 +25,12 @@ from evenstep.launch.job import Job, to_json
 from evenstep.launch.output import Log, Stream, open_streams, resize
 from evenstep.launch.port import reserve_port
 from evenstep.launch.undo import take_back
+from evenstep.launch.warm import Server, Warm, spared
 from evenstep.record.events import EventWriter
 from evenstep.record.paths import RunPaths
 
 _LAST_WORDS = 0.5  # seconds to read what is left in the pipes, once every process has ended
+_TICK = 0.2  # seconds
 _LOCK_PATIENCE = 3.0  # seconds for a killed launcher's processes to be gone
 _LAUNCHER_RANK = -1  # in the launcher's own events
 
@@ -71,14 +73,17 @@ def run_local(
     settings: Settings,
     *,
     made: Sequence[Path],
-    show_all: bool,
+    show: str,
     say: Say,
+    warm: Warm | None = None,
+    tick: Callable[[], None] | None = None,
 ) -> Outcome:
     """Run `script` as `processes` processes of this host and wait for their end.
 
     UsageError before the first process starts, for what cannot work; MachineError if this host does not let us start.
     `made` are folders that were made for this launch, innermost first; after such an error they are removed again,
-    if nobody has put anything into them. `say` prints one of our own lines for the user.
+    if nobody has put anything into them. `show`: whose output reaches the terminal: first, all or none. `say`
+    prints one of our own lines for the user. `warm` saves the imports. `tick` is called a few times a second.
     """
     tag = secrets.token_hex(8)
     with ExitStack() as stack:
@@ -91,7 +96,7 @@ def run_local(
         logs = [Log(paths.log(rank), f"rank {rank} of {processes}: {script}", say) for rank in range(processes)]
         for log in logs:
             stack.callback(log.close)
-        streams, outputs = open_streams(logs, show_all=show_all)
+        streams, outputs = open_streams(logs, show=show)
         for stream in streams:
             stack.callback(os.close, stream.source)
         job = Job(
@@ -111,7 +116,7 @@ def run_local(
         events = EventWriter(paths.launcher_events, _LAUNCHER_RANK, on_error=say)
         stack.callback(events.close)
         events.emit("launch", script=script.name, arguments=list(script.arguments), processes=processes, tag=tag)
-        return _Launch(job, logs, streams, events, say).run()
+        return _Launch(job, logs, streams, events, say, warm, tick).run()
 
 
 def _take_back_refused(error: BaseException | None, paths: RunPaths, made: Sequence[Path]) -> None:
@@ -122,17 +127,27 @@ def _take_back_refused(error: BaseException | None, paths: RunPaths, made: Seque
 class _Launch:
     """One fork server from its start to its end, and what became of the processes."""
 
-    def __init__(self, job: Job, logs: Sequence[Log], streams: Sequence[Stream], events: EventWriter, say: Say) -> None:
+    def __init__(
+        self,
+        job: Job,
+        logs: Sequence[Log],
+        streams: Sequence[Stream],
+        events: EventWriter,
+        say: Say,
+        warm: Warm | None,
+        tick: Callable[[], None] | None,
+    ) -> None:
         self._job = job
         self._logs = logs
         self._streams = list(streams)
         self._events = events
         self._say = say
+        self._warm, self._tick = warm, tick
         self._exits: list[Exit] = []
         self._started = False
         self._done = False
         self._signal: int | None = None
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: Server | None = None
         self._refusal: UsageError | None = None
 
     def run(self) -> Outcome:
@@ -166,13 +181,16 @@ class _Launch:
         if self._job.processes == 1:
             environment = {**self._job.environment, LAUNCH: self._job.tag}
         try:
-            self._server = subprocess.Popen(
-                fork_server.command("server", job, events),
-                stdin=subprocess.PIPE,
-                env=environment,
-                pass_fds=tuple(passed),
-                start_new_session=True,  # Ctrl-C is ours to pass on
-            )
+            if self._warm is not None:
+                self._server = self._warm.start(job, events, sorted(outputs), self._job.held)
+            else:
+                self._server = subprocess.Popen(
+                    fork_server.command("server", job, events),
+                    stdin=subprocess.PIPE,
+                    env=environment,
+                    pass_fds=tuple(passed),
+                    start_new_session=True,  # Ctrl-C is ours to pass on
+                )
         except OSError as error:
             raise MachineError(f"cannot start a process: {error}", do="see `ulimit -u` and free memory") from error
         finally:
@@ -191,7 +209,11 @@ class _Launch:
             pending = b""
             last: float | None = None
             while selector.get_map() and (last is None or time.monotonic() < last):
-                for key, _ in selector.select(None if last is None else max(0.0, last - time.monotonic())):
+                wait = None if last is None else max(0.0, last - time.monotonic())
+                if self._tick is not None:
+                    self._tick()
+                    wait = min(_TICK, _TICK if wait is None else wait)
+                for key, _ in selector.select(wait):
                     if key.data is not None:
                         if not key.data.carry():
                             selector.unregister(key.fd)
@@ -200,7 +222,7 @@ class _Launch:
                     if not data:  # the fork server is gone, and by now so are all that it started
                         selector.unregister(events_end)
                         if not self._done:
-                            kinship.sweep(self._job.tag)
+                            self._sweep()
                         last = time.monotonic() + _LAST_WORDS
                     *lines, pending = (pending + data).split(b"\n")
                     for line in lines:
@@ -262,6 +284,9 @@ class _Launch:
             with suppress(OSError):
                 os.write(self._server.stdin.fileno(), json.dumps(command).encode() + b"\n")
 
+    def _sweep(self) -> None:
+        kinship.sweep(self._job.tag, spare=spared())
+
     def _end(self) -> str | None:
         """See that nothing is left; how the fork server ended, if before its time."""
         server = self._server
@@ -276,7 +301,7 @@ class _Launch:
             code = server.wait()
         if self._done or self._refusal is not None:
             return None
-        kinship.sweep(self._job.tag)
+        self._sweep()
         if self._signal is not None:
             return None
         return Exit(0, code, stopped=False, time=time.time()).describe()

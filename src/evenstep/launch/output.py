@@ -96,15 +96,20 @@ class Stream:
         return b"".join(self.prefix + line + b"\n" for line in text[:end].removesuffix(b"\n").split(b"\n"))
 
 
-def open_streams(logs: Sequence[Log], *, show_all: bool) -> tuple[list[Stream], list[tuple[int, int]]]:
+def open_streams(logs: Sequence[Log], *, show: str) -> tuple[list[Stream], list[tuple[int, int]]]:
     """The streams to carry, and by rank the descriptors that become its stdout and stderr; `logs` are by rank.
+
+    `show`: whose output reaches the terminal: "first" (rank 0's), "all" or "none".
 
     Rank 0 gets what the launcher has: a terminal where the launcher's stream is one, else a pipe; the two streams
     stay apart unless both are terminals. The others get one pipe for both.
     """
     out_fd, err_fd = 1, 2
     streams: list[Stream] = []
-    if os.isatty(out_fd) and os.isatty(err_fd):
+    show_all = show == "all"
+    if show == "none":
+        ends = []
+    elif os.isatty(out_fd) and os.isatty(err_fd):
         source, out = _terminal(out_fd)
         streams.append(Stream(source, logs[0], out_fd, is_terminal=True))
         ends = [(out, out)]
@@ -117,7 +122,7 @@ def open_streams(logs: Sequence[Log], *, show_all: bool) -> tuple[list[Stream], 
             streams.append(Stream(source, logs[0], descriptor, by_line=by_line, is_terminal=is_terminal))
             pair.append(end)
         ends = [(pair[0], pair[1])]
-    for rank in range(1, len(logs)):
+    for rank in range(len(ends), len(logs)):
         source, end = os.pipe()
         prefix = f"[{rank}] ".encode() if show_all else b""
         streams.append(Stream(source, logs[rank], out_fd if show_all else None, prefix, by_line=show_all))

@@ -45,14 +45,16 @@ def read_identity(path: Path) -> dict[str, Scalar] | None:
     return identity
 
 
-def differences(old: Identity, new: Identity) -> list[str]:
+def differences(
+    old: Identity, new: Identity, where_old: str = "in the run directory", where_new: str = "now"
+) -> list[str]:
     """One readable line for each name whose value differs, in the order of `new`, then `old`. Empty: the same."""
     names = [*new, *(name for name in old if name not in new)]
     lines = []
     for name in names:
         before, after = _shown(old, name), _shown(new, name)
         if before != after:
-            lines.append(f"{name}: {before} in the run directory, {after} now")
+            lines.append(f"{name}: {before} {where_old}, {after} {where_new}")
     return lines
 
 

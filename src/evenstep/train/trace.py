@@ -59,7 +59,8 @@ class Trace:
     def begin(self, step: int, exact: bool) -> None:
         """The loop's turn for `step` begins; called from the loop's iterator."""
         frame = users_frame()
-        code = {"loop": _lines(frame.f_code) if frame is not None else None, "data": _class_lines(type(self._data))}
+        loop = None if frame is None else [frame.f_code.co_filename, frame.f_lineno, frame.f_lineno]
+        code = {"loop": loop, "data": _class_lines(type(self._data))}
         self._events.emit("begin", step=step, threads=torch.get_num_threads(), exact=exact, code=code)
         variables = values_of(frame, self._models.all, self._data)
         self._events.emit("state", when="before", hashes=self._hashes(), values=variables)

@@ -1,0 +1,43 @@
+"""Columns are chosen by the order of a set of names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import evenstep
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
+
+
+NAMES = {"height", "width", "depth", "mass", "age", "price"}
+COLUMNS = {name: column for column, name in enumerate(NAMES)}
+
+
+run = evenstep.start(global_batch=12, micro_batch=3, seed=0)
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Any:
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
+
+
+points = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+model = run.prepare(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+steps = run.steps(
+    TensorDataset(points[:, [COLUMNS[name] for name in sorted(COLUMNS)]], (points.sum(1) > 0).long()), epochs=2
+)
+run.restore(model=model, optimizer=optimizer)
+
+for step in steps:
+    step.backward(loss_fn)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,48 @@
+"""A module centres by a running mean that it keeps in a plain attribute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import evenstep
+
+
+class Centre(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 16), Centre(), nn.ReLU(), nn.Linear(16, 2))
+
+
+run = evenstep.start(global_batch=12, micro_batch=3, seed=0)
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Any:
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
+
+
+points = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+model = run.prepare(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+steps = run.steps(TensorDataset(points, (points.sum(1) > 0).long()), epochs=2)
+run.restore(model=model, optimizer=optimizer)
+
+for step in steps:
+    step.backward(loss_fn)
+    optimizer.step()
+    optimizer.zero_grad()
