@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -89,23 +90,26 @@ def prove(
     directory is not touched. Whatever else it writes by itself (files of its own, trackers), it writes on every layout.
     """
     preflight.refuse_nested()
-    if tolerance is not None:
-        return prove_weights(tolerance, [script, *arguments], weights, as_json=as_json)
-    if weights is not None:
-        raise UsageError("--weights is for two commands", do="give --tolerance T too")
-    if not as_module:
-        preflight.check_script(script)
+    try:
+        with _terminating():
+            if tolerance is not None:
+                return prove_weights(tolerance, [script, *arguments], weights, as_json=as_json)
+            if weights is not None:
+                raise UsageError("--weights is for two commands", do="give --tolerance T too")
+            if not as_module:
+                preflight.check_script(script)
+            return _prove(Script(script, as_module, arguments), layouts, steps, keep_runs, as_json=as_json)
+    except Interrupted as interrupted:
+        return exits.by_signal(interrupted.number)
+
+
+def _prove(script: Script, layouts: list[Layout], steps: int, keep_runs: str | None, *, as_json: bool) -> int:
     table = Table(steps, quiet=as_json)
     with ExitStack() as stack:
         stack.callback(table.close)
-        stack.enter_context(_terminating())
-        folder = _folder(keep_runs, stack)
-        try:
-            proof = _proof(Script(script, as_module, arguments), folder, layouts, steps, table, stack)
-        except Interrupted as interrupted:
-            return exits.by_signal(interrupted.number)
+        proof = _proof(script, _folder(keep_runs, stack), layouts, steps, table, stack)
     if as_json:
-        click.echo(json.dumps(proof_json(script, steps, proof), indent=2))
+        click.echo(json.dumps(proof_json(str(script), steps, proof), indent=2))
     else:
         for line in finding_lines(proof):
             click.echo(line)
@@ -117,7 +121,7 @@ def prove(
 
 def _proof(script: Script, folder: Path, layouts: list[Layout], steps: int, table: Table, stack: ExitStack) -> Proof:
     """Start two processes that import, one for each order of hashes, and do it."""
-    first, second = _SEEDS
+    first, second = (None, None) if "PYTHONHASHSEED" in os.environ else _SEEDS  # the user's word stands
     warm = stack.enter_context(Warm(script.name, as_module=script.as_module, hash_seed=first))
     table.begins("importing what the script needs")
     if warm.is_foreign():
