@@ -126,7 +126,7 @@ class Training:
         self.model = Net(seed)
         self.average = AveragedModel(self.model)
         models = Models(
-            self.meeting, Randomness(0), lambda m: place(getattr(m, "module", m), self.grid, rank, "shard" in name)
+            self.meeting, Randomness(0), lambda m, _: place(getattr(m, "module", m), self.grid, rank, "shard" in name)
         )
         models.prepare(self.model, save)
         models.prepare(self.average)

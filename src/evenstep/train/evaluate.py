@@ -23,7 +23,7 @@ from evenstep.errors import EvenstepError, MismatchError, PeerFailed, UsageError
 from evenstep.plan.grid import Grid
 from evenstep.plan.order import Natural
 from evenstep.plan.schedule import Schedule
-from evenstep.plan.tree import Node, combine, share, subtrees, tree_sum
+from evenstep.plan.tree import Node, combine, subtrees, tree_sum
 from evenstep.train.batch import to_device
 from evenstep.train.data import Reader, shares
 from evenstep.train.dataset import checked_dataset
@@ -48,6 +48,7 @@ def evaluate(
     micro_batch: int,
     randomness: Randomness,
     meeting: Meeting,
+    grid: Grid | None = None,
     lockstep: Lockstep | None = None,
     device: torch.device | str = "cpu",
     step: int = 0,
@@ -63,8 +64,8 @@ def evaluate(
     checked_dataset(data)
     schedule = _schedule(data, micro_batch)
     count = schedule.step(0).micro_batches
-    mine = share(count, meeting.world_size, meeting.rank)
-    passes = _Passes(meeting, lockstep, models, "evaluate", fn, count)
+    passes = _Passes(meeting, grid or Grid(meeting.world_size), lockstep, models, "evaluate", fn, count)
+    mine = passes.grid.leaves(count, meeting.rank)
 
     def work() -> bytes:
         found: list[dict[str, tuple[Any, Any]]] = []
@@ -72,7 +73,7 @@ def evaluate(
         def take(m: MicroBatch, returned: Any) -> None:
             found.append(_pairs(returned, f"{_name(fn)}, micro-batch {m.index}"))
 
-        with _reader(data, schedule, randomness, meeting, device, collate, loaders, "evaluate") as reader:
+        with _reader(data, schedule, randomness, passes.grid, meeting, device, collate, loaders, "evaluate") as reader:
             passes.run(reader, randomness, device, computing, step, take)
         values = [{name: (float(s), float(w)) for name, (s, w) in pairs.items()} for pairs in found]
         return json.dumps(_parts(values, mine)).encode()
@@ -99,6 +100,7 @@ def predict(
     micro_batch: int,
     randomness: Randomness,
     meeting: Meeting,
+    grid: Grid | None = None,
     lockstep: Lockstep | None = None,
     device: torch.device | str = "cpu",
     step: int = 0,
@@ -113,7 +115,8 @@ def predict(
     """
     checked_dataset(data)
     schedule = _schedule(data, micro_batch)
-    passes = _Passes(meeting, lockstep, models, "predict", fn, schedule.step(0).micro_batches)
+    count = schedule.step(0).micro_batches
+    passes = _Passes(meeting, grid or Grid(meeting.world_size), lockstep, models, "predict", fn, count)
 
     def work() -> bytes:
         outputs: list[Any] = []
@@ -126,7 +129,7 @@ def predict(
             if forms[-1] != forms[0]:
                 raise _ragged(f"it returned {forms[0]}", f"{where} returned {forms[-1]}")
 
-        with _reader(data, schedule, randomness, meeting, device, collate, loaders, "predict") as reader:
+        with _reader(data, schedule, randomness, passes.grid, meeting, device, collate, loaders, "predict") as reader:
             passes.run(reader, randomness, device, computing, step, take)
         return encode_tree([forms[0], _joined(outputs)] if outputs else ["", None])
 
@@ -148,6 +151,7 @@ def _reader(
     data: Any,
     schedule: Schedule,
     randomness: Randomness,
+    grid: Grid,
     meeting: Meeting,
     device: torch.device | str,
     collate: Collate | None,
@@ -155,7 +159,7 @@ def _reader(
     what: str,
 ) -> Reader:
     """Reads this process's micro-batches."""
-    mine = shares(schedule, Grid(meeting.world_size), meeting.rank)
+    mine = shares(schedule, grid, meeting.rank)
     seed = key(randomness.seed, what)
     pin = torch.device(device).type == "cuda"
     order = Natural(len(data))
@@ -177,6 +181,7 @@ class _Passes:
     """Calls of `fn` for the micro-batches of this process, beside those that hold a model together with it."""
 
     meeting: Meeting
+    grid: Grid
     lockstep: Lockstep | None
     models: Sequence[nn.Module]
     kind: str
@@ -202,7 +207,7 @@ class _Passes:
                 returned = self.fn(*self.models, to_device(batch, device))
             take(m, returned)
 
-        counts = {rank: len(share(self.micro_batches, self.meeting.world_size, rank)) for rank in lockstep.ranks}
+        counts = {rank: len(self.grid.leaves(self.micro_batches, rank)) for rank in lockstep.ranks}
         with evaluating(self.models), randomness.keyed():
             passes = lockstep.passes(self.models, f"{self.kind} {_name(self.fn)}", call_site())
             for number in range(max(counts.values())):

@@ -6,7 +6,7 @@ in the same tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,11 @@ from torch import nn
 from evenstep.errors import UsageError
 from evenstep.plan.grid import Grid, grid
 from evenstep.train.lockstep import Alone, Lockstep
+from evenstep.train.norm import Folds
 from evenstep.train.options import Options
 from evenstep.train.parallel import replicas
-from evenstep.train.reduce import Reducer
+from evenstep.train.parallel.stages import Stages
+from evenstep.train.reduce import Named, Reducer
 from evenstep.train.statistics import Statistics
 from evenstep.train.world import Ground
 
@@ -31,34 +33,69 @@ class Layout:
 
     grid: Grid
     exact: bool
-    place: Callable[[nn.Module], None]
-    """Puts a prepared model where this layout wants it; once for each model."""
+    place: Callable[[nn.Module, Sequence[str] | None], None]
+    """Puts a prepared model where this layout wants it; once for each model. The names say where stages begin."""
+    own: Callable[[Named], Named]
+    """Of some parameters of the models, those whose gradients this process's `reducer` sums."""
     reducer: Reducer
     """Sums the gradients of this process's leaves and those of the other replicas."""
     statistics: Statistics
     """Sums what BatchNorm layers see, over the processes that hold the same layers."""
     compute: Callable[[Work], None]
     """Computes this process's micro-batches of one step.backward."""
+    deliver: Callable[[], None]
+    """After `reducer` is done: gradients go to whoever else has the parameters."""
+    folds: Callable[[Folds], Folds]
+    """The squared norms of all gradients by name, from those that are here."""
     lockstep: Lockstep
     """The processes that hold a model together with this one."""
+    plan: list[str]
+    """What to tell a person about it before the first step, once the models are placed."""
 
 
 def lay_out(options: Options, ground: Ground) -> Layout:
     """The layout that the options ask for. UsageError, before anything is computed, for one that cannot be had."""
     cut = grid(ground.world.world_size, stages=options.stages, shard=options.shard, replicas=options.replicas)
     asked = {
-        "--stages": options.stages > 1,
         "--shard": options.shard,
         "--thread-replicas": options.thread_replicas > 1,
         "--split": options.split > 1,
     }
     for name in (name for name, wanted in asked.items() if wanted):
         raise UsageError(f"{name} is not there yet")
-    reducer = Reducer(ground.world.rank, ground.world.world_size, ground.data, ground.device, options.exact)
-    statistics = Statistics(ground.meeting)
-    alone = Alone(ground.world.rank)
-    return Layout(cut, options.exact, lambda model: _to(model, ground), reducer, statistics, replicas.compute, alone)
+    if options.stages > 1:
+        stages = Stages(cut, ground, options.exact)
+        return Layout(
+            grid=cut,
+            exact=options.exact,
+            place=stages.place,
+            own=stages.own,
+            reducer=stages.reducer,
+            statistics=Statistics(stages.alike),
+            compute=stages.compute,
+            deliver=stages.deliver,
+            folds=stages.folds,
+            lockstep=stages,
+            plan=stages.plan,
+        )
+    return Layout(
+        grid=cut,
+        exact=options.exact,
+        place=lambda model, _: _to(model, ground),
+        own=lambda named: named,
+        reducer=Reducer(ground.world.rank, ground.world.world_size, ground.data, ground.device, options.exact),
+        statistics=Statistics(ground.meeting),
+        compute=replicas.compute,
+        deliver=_nothing,
+        folds=lambda folds: folds,
+        lockstep=Alone(ground.world.rank),
+        plan=[],
+    )
 
 
 def _to(model: nn.Module, ground: Ground) -> None:
     model.to(ground.device)
+
+
+def _nothing() -> None:
+    pass

@@ -14,6 +14,9 @@ from torch import nn
 
 T = TypeVar("T")
 
+HANDED_OVER = object()
+"""What a function of a model comes to on a process that has only the model's beginning: the next one goes on."""
+
 
 class Passes(ABC):
     """Passes of some models, one after the other. `failed` is the first error that came up in them."""
@@ -33,6 +36,10 @@ class Passes(ABC):
         """Raises what failed."""
         if self.failed is not None:
             raise self.failed
+
+    def outcome(self, found: T) -> T:
+        """What the passes came to, where `found` is what this process has found; then `failed` is known everywhere."""
+        return found
 
     @abstractmethod
     def _run(self, work: Callable[[], None] | None, part: str) -> None: ...

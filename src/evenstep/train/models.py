@@ -16,7 +16,9 @@ from evenstep.train.randomness import Randomness
 class Models:
     """The models that were given to `run.prepare`, in that order."""
 
-    def __init__(self, meeting: Meeting, randomness: Randomness, place: Callable[[nn.Module], None]) -> None:
+    def __init__(
+        self, meeting: Meeting, randomness: Randomness, place: Callable[[nn.Module, Sequence[str] | None], None]
+    ) -> None:
         self.all: list[nn.Module] = []
         self.first_step = 0  # the first step that this process does; its checks are done there
         self._meeting, self._randomness, self._place = meeting, randomness, place
@@ -25,7 +27,7 @@ class Models:
         self._known: dict[int, tuple[nn.Parameter, ...]] = {}
         self._inner: dict[int, list[tuple[str, nn.Parameter]]] = {}
 
-    def prepare(self, model: nn.Module, save: str = "all") -> nn.Module:
+    def prepare(self, model: nn.Module, save: str = "all", stages: Sequence[str] | None = None) -> nn.Module:
         """Places the model and adopts it. UsageError where it cannot be trained like this."""
         if save not in ("all", "trained"):
             raise UsageError(f"save={save!r}, expected 'all' or 'trained'")
@@ -51,7 +53,7 @@ class Models:
             named = model.named_parameters(remove_duplicate=False)
             self._base[id(model)] = frozenset(name for name, p in named if not p.requires_grad)
         self._kinds.append(type(model).__name__)
-        self._place(model)
+        self._place(model, stages)
         self.all.append(model)
         return model
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -53,18 +53,29 @@ def total_norm(tensors: Mapping[str, Tensor]) -> float:
     return norm_of_folds({name: fold(row_squares(tensor)) for name, tensor in tensors.items()})
 
 
-def clip_(parameters: Mapping[str, nn.Parameter], max_norm: float, *, error_if_nonfinite: bool = False) -> float:
+Folds = Mapping[str, Tensor]
+
+
+def clip_(
+    parameters: Mapping[str, nn.Parameter],
+    max_norm: float,
+    joined: Callable[[Folds], Folds] = lambda folds: folds,
+    *,
+    error_if_nonfinite: bool = False,
+) -> float:
     """Scale the gradients in place so that their norm is at most `max_norm`; the norm before that.
 
     As torch.nn.utils.clip_grad_norm_: all are multiplied by max_norm / (norm + 1e-6), if that is below 1. A norm that
-    is not finite does that to the gradients too, or, with `error_if_nonfinite`, raises and changes nothing.
+    is not finite does that to the gradients too, or, with `error_if_nonfinite`, raises and changes nothing. `joined`
+    gives the sums of squares by name of all that other processes have too, from those that are here.
     """
     if not max_norm >= 0:
         raise UsageError(f"max_norm is {max_norm}; a number from 0 on is expected", do="give the largest norm allowed")
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    norm = total_norm(gradients)
+    folds = joined({name: fold(row_squares(gradient)) for name, gradient in gradients.items()})
+    norm = norm_of_folds(folds)
     if error_if_nonfinite and not math.isfinite(norm):
-        bad = [name for name, gradient in gradients.items() if not math.isfinite(total_norm({name: gradient}))]
+        bad = [name for name, squares in folds.items() if not math.isfinite(squares)]
         raise EvenstepError(
             f"the norm of the gradients is {norm}: {', '.join(bad[:5])} have values that are not finite",
             do="look at the loss of this step, or lower the learning rate",

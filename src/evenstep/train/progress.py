@@ -23,11 +23,18 @@ _MARKS = 64
 
 
 def plan_lines(
-    schedule: Schedule, world_size: int, *, device: str | None = None, backend: str | None = None, exact: bool = True
+    schedule: Schedule,
+    world_size: int,
+    *,
+    stages: int = 1,
+    device: str | None = None,
+    backend: str | None = None,
+    exact: bool = True,
 ) -> list[str]:
     """Who computes what, in two lines: the batch and the steps, then the processes' shares and how idle they are.
 
-    `device` (cuda:0 is said as cuda), `backend` and `exact=False` are named if they are given.
+    With `stages`, so many processes make a pipeline, which has one share. `device` (cuda:0 is said as cuda), `backend`
+    and `exact=False` are named if they are given.
     """
     first = schedule.step(0)
     whole, rest = divmod(first.samples, first.micro_batch)
@@ -41,23 +48,28 @@ def plan_lines(
     if world_size == 1:
         return [*lines, f"1 process{where} computes all of them"]
 
-    shares = [len(share(micro_batches, world_size, rank)) for rank in range(world_size)]
+    workers = world_size // stages
+    shares = [len(share(micro_batches, workers, worker)) for worker in range(workers)]
+    one, noun = ("rank", "processes") if stages == 1 else ("pipeline", f"pipelines of {stages} stages")
     said = []
-    for size, group in groupby(range(world_size), key=shares.__getitem__):
-        ranks = list(group)
-        if len(ranks) == world_size:
+    for size, group in groupby(range(workers), key=shares.__getitem__):
+        found = list(group)
+        if workers == 1:
+            said.append(f"it computes all {_count(size, 'micro-batch')}")
+        elif len(found) == workers:
             said.append(f"each computes {_count(size, 'micro-batch')}")
-        elif len(ranks) == 1:
-            said.append(f"rank {ranks[0]} computes {size}")
+        elif len(found) == 1:
+            said.append(f"{one} {found[0]} computes {size}")
         else:
-            said.append(f"ranks {ranks[0]}-{ranks[-1]} compute {size} each")
-    idle = 1 - micro_batches / (world_size * max(shares))
+            said.append(f"{one}s {found[0]}-{found[-1]} compute {size} each")
+    idle = 1 - micro_batches / (workers * max(shares))
     if idle > 0:
-        none_idle = [str(n) for n in range(2, 2 * world_size + 1) if micro_batches % n == 0]
-        said[-1] += f"; {_percent(idle)} idle" + (f" (none with {_either(none_idle)} processes)" if none_idle else "")
-    else:
+        none_idle = [str(n) for n in range(2, 2 * workers + 1) if micro_batches % n == 0]
+        said[-1] += f"; {_percent(idle)} idle" + (f" (none with {_either(none_idle)} {noun})" if none_idle else "")
+    elif stages == 1:
         said[-1] += "; none is idle"
-    return [*lines, f"{world_size} processes{where}: {', '.join(said)}"]
+    what = f"{world_size} processes" if stages == 1 else _count(workers, "pipeline") + f" of {stages} stages"
+    return [*lines, f"{what}{where}: {', '.join(said)}"]
 
 
 class Progress:

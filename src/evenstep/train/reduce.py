@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenstep.errors import EvenstepError, LossError, UsageError
+from evenstep.errors import EvenstepError, LossError
 from evenstep.plan.tree import Node, combine, share, subtrees
 from evenstep.train.meeting import lost_contact
 
@@ -120,11 +120,6 @@ class Reducer:
     def start(self, named: Named, leaves: int) -> Reduction:
         """Begins to reduce the gradients of `named` over micro-batches 0..leaves-1, shared out among the replicas."""
         trained = [(name, p) for name, p in reversed(named) if p.requires_grad]  # about as backward reaches them
-        if not trained:
-            raise UsageError(
-                "no parameter of the model requires a gradient",
-                do="unfreeze a parameter, or leave step.backward out",
-            )
         shares = [share(leaves, self.world_size, rank) for rank in range(self.world_size)]
         self.active = Reduction(self, trained, leaves, shares)
         return self.active

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import EvenstepError, IdentityError, MachineError, UsageError
+from evenstep.plan.grid import Grid
 from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule, StepPlan
 from evenstep.record.checkpoints import Checkpoints
@@ -82,12 +83,20 @@ class Run:
     # ---- before the loop
 
     @overload
-    def prepare(self, model: M, /, *, save: str = "all") -> M: ...
+    def prepare(self, model: M, /, *, save: str = "all", stages: Sequence[str] | None = None) -> M: ...
     @overload
     def prepare(
-        self, model: nn.Module, second: nn.Module, /, *more: nn.Module, save: str = "all"
+        self,
+        model: nn.Module,
+        second: nn.Module,
+        /,
+        *more: nn.Module,
+        save: str = "all",
+        stages: Sequence[str] | None = None,
     ) -> tuple[Any, ...]: ...
-    def prepare(self, model: nn.Module, /, *more: nn.Module, save: str = "all") -> Any:
+    def prepare(
+        self, model: nn.Module, /, *more: nn.Module, save: str = "all", stages: Sequence[str] | None = None
+    ) -> Any:
         """Place a model (or several) for this layout. Returns the same module(s), not a wrapper.
 
         Call it after `start`, which seeds the generators, and before the optimizer is made. UsageError if parameters
@@ -96,8 +105,11 @@ class Run:
         `save="trained"`, for adapters on a large model: checkpoints and model.safetensors hold only the buffers and
         the parameters that require a gradient now. The rest, the base, must be the same when the run is resumed, else
         CheckpointError; load the file into the base with load_state_dict(..., strict=False).
+
+        `stages`: where there are pipeline stages, the name of the first unit of each but the first (by default they are
+        of about equal cost). A unit is a child of the model, or an entry of a Sequential or ModuleList in it.
         """
-        prepared = [self._models.prepare(m, save) for m in (model, *more)]
+        prepared = [self._models.prepare(m, save, stages) for m in (model, *more)]
         self._journal.emit("prepare", models=[type(m).__name__ for m in prepared])
         return prepared[0] if not more else tuple(prepared)
 
@@ -188,7 +200,7 @@ class Run:
         (torch.nn.utils.clip_grad_norm_ otherwise).
         """
         named = self._models.parameters(self._models.chosen(models))
-        return clip_(dict(named), max_norm, error_if_nonfinite=error_if_nonfinite)
+        return clip_(dict(named), max_norm, self._layout.folds, error_if_nonfinite=error_if_nonfinite)
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Record numbers for the current step: metrics.jsonl, metrics.csv and TensorBoard in the run directory."""
@@ -234,6 +246,7 @@ class Run:
             "micro_batch": self._options.micro_batch,
             "randomness": self._randomness,
             "meeting": self._meeting,
+            "grid": Grid(self.world_size, self._layout.grid.stages),
             "lockstep": self._layout.lockstep,
             "device": self.device,
             "computing": self._precision.computing,
@@ -352,7 +365,15 @@ class Run:
         """Who computes what, for the person who runs this."""
         backend = self._ground.backend if self.world_size > 1 else None
         device = self.device.type
-        lines = plan_lines(schedule, self.world_size, device=device, backend=backend, exact=self._options.exact)
+        lines = plan_lines(
+            schedule,
+            self.world_size,
+            stages=self._layout.grid.stages,
+            device=device,
+            backend=backend,
+            exact=self._options.exact,
+        )
+        lines += self._layout.plan
         said = self._precision.plan_line([p for _, p in self._models.parameters()])
         lines += [said] if said else []
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

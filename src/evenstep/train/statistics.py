@@ -20,6 +20,7 @@ float64, whatever the dtype of the buffers, and rounded to it once a step.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -202,7 +203,7 @@ class _Layer:
     def __init__(self, owner: Statistics, name: str, module: _BatchNorm) -> None:
         self.owner, self.name, self.module = owner, name, module
         self.found: Tensor | None = None  # (2, channels): what the running call leaves
-        self.checked = type(module).forward is _BatchNorm.forward and "forward" not in module.__dict__
+        self.checked = getattr(inspect.unwrap(module.forward), "__func__", None) is _BatchNorm.forward
         self._kept: tuple[dict[str, Tensor | None], float | None] | None = None
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(_Hook(self.before), with_kwargs=True),
@@ -281,7 +282,7 @@ class _Layer:
                     self.swap(fill)
                     found.append(self.found)
                     try:
-                        outputs.append(self.module.forward(*args, **kwargs))
+                        outputs.append(inspect.unwrap(self.module.forward)(*args, **kwargs))
                     finally:
                         self.put_back()
         if not _same(*found[1:]):

@@ -16,6 +16,7 @@ from evenstep.plan.schedule import StepPlan
 from evenstep.plan.tree import tree_sum
 from evenstep.train.batch import split_batch, to_device
 from evenstep.train.layout import Layout
+from evenstep.train.lockstep import HANDED_OVER
 from evenstep.train.loss import (
     Evaluated,
     Leaf,
@@ -242,10 +243,15 @@ class Work:
         refuse_statistics(modules.items())
         layout.statistics.watch(step._models.modules().items())
         named = step._models.parameters(self.models)
-        layout.reducer.watch(step._models.parameters())
+        if not any(p.requires_grad for _, p in named):
+            raise UsageError(
+                "no parameter of the model requires a gradient",
+                do="unfreeze a parameter, or leave step.backward out",
+            )
+        layout.reducer.watch(layout.own(step._models.parameters()))
         self.untouched = Untouched(dict(named), lambda: step._models.buffers(self.models), modules)
         self.trained = _digest([name for name, p in named if p.requires_grad])
-        self.reduction = layout.reducer.start(named, step._plan.micro_batches)
+        self.reduction = layout.reducer.start(layout.own(named), step._plan.micro_batches)
         try:
             with step._randomness.keyed(), layout.statistics.active(), naming_nondeterministic(self.first):
                 if self.first and self.second is None:
@@ -260,6 +266,7 @@ class Work:
             self.reduction.put_back()
             raise
         self.reduction.finish(self._tell)
+        layout.deliver()
 
     def commit(self) -> None:
         """After `run`: whatever else a step changes."""
@@ -282,8 +289,9 @@ class Work:
         """Before the last backward of the share: losses and weights are exchanged, full buckets leave from now on."""
         self.reduction.open(self._meet)
 
-    def leaf(self, i: int) -> torch.Tensor:
-        """The loss of micro-batch i with its graph, scaled as the backward pass is to begin."""
+    def leaf(self, i: int) -> torch.Tensor | None:
+        """The loss of micro-batch i with its graph, scaled as the backward pass is to begin. None where another
+        process goes on with it."""
         step = self.step
         batch = step._batch(i)
         step._randomness.begin_micro_batch(step.number, self.call, i)
@@ -293,7 +301,10 @@ class Work:
             traced(step.trace, self.call, i, self.loss_fn, batch) as tell,
             statistics.collect(i),
         ):
-            found = leaf(self.computed(batch, i, contents=self.first and not self.leaves), i)
+            returned = self.computed(batch, i, contents=self.first and not self.leaves)
+            if returned is HANDED_OVER:
+                return None
+            found = leaf(returned, i)
             tell(found)
         total = found.total
         if self.first and not self.leaves:
@@ -335,6 +346,7 @@ class Work:
                 for k in range(most):
                     passes.run(wanted[k] if k < len(wanted) else None)
                 if look:
+                    look.found = passes.outcome(look.found)
                     look.failed = passes.failed
 
     # ---- what processes tell each other
@@ -389,7 +401,7 @@ class _Look:
 
     def __init__(self, work: Work) -> None:
         self._work = work
-        self._found: Evaluated = []
+        self.found: Evaluated = []  # since the last `next`
         self._asking: Generator[list[tuple[int, int]], Evaluated, None] | None = None
         self.failed: Exception | None = None  # of the evaluations
         self.wrong: Exception | None = None  # the loss is refused
@@ -401,13 +413,13 @@ class _Look:
         if self.failed is not None:
             return []
         try:
-            wanted = self._begin() if self._asking is None else self._asking.send(self._found)
+            wanted = self._begin() if self._asking is None else self._asking.send(self.found)
         except StopIteration:
             return []
         except Exception as error:
             self.wrong = error
             return []
-        self._found = []
+        self.found = []
         return [partial(self._evaluate, part, draw) for part, draw in wanted]
 
     def _begin(self) -> list[tuple[int, int]]:
@@ -434,7 +446,7 @@ class _Look:
             found = leaf(returned, 0)
         except LossError as error:
             raise _OnlyInTraining from error
-        self._found.append((found.value, found.weight))
+        self.found.append((found.value, found.weight))
 
 
 def _refuse_failed(answers: Sequence[Mapping[str, Any]], step: int) -> None:

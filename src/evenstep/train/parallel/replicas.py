@@ -14,6 +14,7 @@ def compute(work: Work) -> None:
         work.open()
     for i in work.share:
         loss = work.leaf(i)
+        assert loss is not None
         if i == work.share[-1]:
             work.open()
         if loss.requires_grad:
