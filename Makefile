@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := src tests examples demo bench
 
-.PHONY: help setup lint test test-fast demo bench clean
+.PHONY: help setup lint test test-fast layouts demo bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make demo       trains digits on 1, 2 and 3 processes, once killed and resumed: one model (3 minutes)"
 	@echo "make test       lint, types, layers and the whole test suite"
 	@echo "make test-fast  the test suite without the tests marked slow"
+	@echo "make layouts    writes docs/layouts.md anew: which layouts give the same model"
 	@echo "make bench      speed and memory against hand-written DDP and torchrun"
 
 # Runs again only when what is to be installed has changed.
@@ -37,6 +38,9 @@ test: lint
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow'
+
+layouts: $(STAMP)
+	@$(BIN)/python -m tests.train.layouts
 
 demo: $(STAMP)
 	@$(BIN)/python demo/demo.py

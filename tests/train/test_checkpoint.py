@@ -19,7 +19,8 @@ from torch.utils.data import TensorDataset
 from evenstep.errors import CheckpointError, MismatchError, UsageError
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
-from evenstep.train.fingerprint import Share, agree, by_path, fingerprint, share
+from evenstep.train.agreement import Share, agree, by_path, share
+from evenstep.train.fingerprint import fingerprint
 from evenstep.train.run import Run
 from evenstep.train.weights import save_model
 from tests.ranks import run_ranks

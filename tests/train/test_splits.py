@@ -241,7 +241,7 @@ def test_no_process_holds_more_than_its_own_and_one_part(tmp_path: Path) -> None
             training = Training(name, rank, tmp_path)
             training.step(0)
             fingerprint = training.saved.fingerprint("saving")
-            patch.setattr("evenstep.train.state._PART", 4096)
+            patch.setattr("evenstep.train.tensor_file._PART", 4096)
             patch.setattr(dist, "recv", received)
             patch.setattr(dist, "send", sending)
             training.saved.save(1, {"fingerprint": fingerprint}, 1)

@@ -15,25 +15,25 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from evenstep.errors import CheckpointError, EvenstepError, MachineError, MismatchError, UsageError
+from evenstep.errors import CheckpointError, MachineError, MismatchError, UsageError
 from evenstep.record.checkpoints import Checkpoints
-from evenstep.train import fingerprint
+from evenstep.train.agreement import agreed, by_path, differing
+from evenstep.train.fingerprint import to_hex
 from evenstep.train.gather import meet, names_in, on_rank_0
 from evenstep.train.meeting import Meeting, ranks_text
 from evenstep.train.models import Models
-from evenstep.train.pieces import ELSEWHERE, is_elsewhere
+from evenstep.train.objects import load, load_module, load_parameters, parameters_state, state_of
 from evenstep.train.state import (
     TENSORS,
     TREE,
-    Stored,
     check_tensor,
     check_tree,
     encode_parts,
     filled,
     read_tree,
     save_tree,
-    write_tensors,
 )
+from evenstep.train.tensor_file import write_tensors
 from evenstep.train.weights import save_model
 
 _SHOWN = 8  # how many of the things that differ an error names
@@ -170,11 +170,11 @@ class Saved:
         for name, thing in self.objects.items():
             state = tree["objects"].pop(name)
             if isinstance(thing, nn.Module):
-                _load_module(thing, state, name, folder, self.models.base(thing))
+                load_module(thing, state, name, folder, self.models.base(thing))
             else:
-                _load(thing, state, name, folder)
+                load(thing, state, name, folder)
         for name, model in self._prepared():
-            _load_parameters(model, tree["parameters"][name])
+            load_parameters(model, tree["parameters"][name])
         for name, value in tree["values"].items():
             setattr(self.values, name, filled(value, self.values.__dict__[name]))
         about = self.checkpoints.about(said["step"])
@@ -188,9 +188,9 @@ class Saved:
         changed = False
         for name, thing in self._counted().items():
             state = self._saved_state(thing)
-            before = fingerprint.by_path({name: filled(saved[name], state)}, parts=self.split)
-            now = fingerprint.by_path({name: state}, parts=self.split)
-            differ = list(dict.fromkeys(path for path, _ in fingerprint.differing([before, now])))
+            before = by_path({name: filled(saved[name], state)}, parts=self.split)
+            now = by_path({name: state}, parts=self.split)
+            differ = list(dict.fromkeys(path for path, _ in differing([before, now])))
             # Another version of torch may have hyperparameters that the saved one had not: they have their defaults.
             wrong = any(path in before or not path.startswith(f"{name}.param_groups[") for path in differ)
             if self.split:
@@ -258,29 +258,29 @@ class Saved:
         """The fingerprint of models and optimizers; all processes must call it. 16 hexadecimal digits.
 
         `when` says where they are, to a process that meets them somewhere else."""
-        return self._fingerprint(when, {name: self._state(thing) for name, thing in self._counted().items()})
+        return self._fingerprint(when, {name: state_of(thing) for name, thing in self._counted().items()})
 
     def _fingerprint(self, when: str, tree: object) -> str:
         def exchange(data: bytes) -> list[bytes]:
             return self.meeting.exchange(when, data, site="")
 
-        found = fingerprint.agreed(tree, self.meeting.rank, self.meeting.world_size, exchange)
+        found = agreed(tree, self.meeting.rank, self.meeting.world_size, exchange)
         self.split = self.split or found.split
         if found.value is None:
             raise self._apart(when, tree)
-        return fingerprint.to_hex(found.value)
+        return to_hex(found.value)
 
     def hashes(self) -> dict[str, str]:
         """The fingerprint of each tensor and plain value that the fingerprint is of, by its path. Of this process."""
         tree = {name: thing.state_dict() for name, thing in self._counted().items()}
-        return {path.removeprefix("['']."): value for path, value in fingerprint.by_path(tree).items()}
+        return {path.removeprefix("['']."): value for path, value in by_path(tree).items()}
 
     def _apart(self, when: str, tree: object) -> MismatchError:
         """The error for processes that hold different things; all of them get it. Says what differs, and where."""
-        mine = fingerprint.by_path(tree, parts=self.split)
+        mine = by_path(tree, parts=self.split)
         answers = self.meeting.say(f"{when}: what differs", mine, site="")
         lines = []
-        for path, ranks in fingerprint.differing(answers):
+        for path, ranks in differing(answers):
             shown = path.removeprefix("[''].")
             if "" in ranks:
                 lines.append(f"{shown}: there is none on {ranks_text(ranks[''])}")
@@ -333,21 +333,17 @@ class Saved:
         """All that a checkpoint holds, as far as this process has it."""
         tree: dict[str, Any] = {
             "objects": {name: self._saved_state(thing) for name, thing in self.objects.items()},
-            "parameters": {name: _parameters(model) for name, model in self._prepared()},
+            "parameters": {name: parameters_state(model) for name, model in self._prepared()},
             "values": dict(self.values.__dict__),
         }
         return {**tree, "base": dict(base)} if base else tree
 
     def _saved_state(self, thing: Any) -> Any:
-        state = self._state(thing)
+        state = state_of(thing)
         if isinstance(thing, nn.Module):
             for name in self.models.base(thing):
                 state.pop(name, None)
         return state
-
-    def _state(self, thing: Any) -> Any:
-        """state_dict, and what it has not because it lies on other processes marked."""
-        return _optimizer_state(thing) if isinstance(thing, torch.optim.Optimizer) else thing.state_dict()
 
     def _write(self, step: int, files: Callable[[Path], None], about: dict[str, object], keep: int) -> str | None:
         try:
@@ -365,138 +361,6 @@ class Saved:
         named = zip(self.models.names(), self.models.all, strict=True)
         states = {name: self._saved_state(model) for name, model in named}
         return save_model(path, states, self.meeting if self.split else None)
-
-
-def _load_module(
-    module: nn.Module, state: dict[str, Any], name: str, folder: Path, base: Mapping[str, torch.Tensor]
-) -> None:
-    """load_state_dict with the tensors that this process has of it, read as they are copied. `base`: what the
-    checkpoint leaves as it is. CheckpointError, naming the keys, for the state of another module."""
-    current = module.state_dict()
-    have = {k: _shape(v) for k, v in current.items() if k not in base}
-    saved = {k: _shape(v) for k, v in state.items()}
-    wrong = [f"{k} is missing from the checkpoint" for k in have if k not in saved]
-    wrong += [f"{k} is not in the model" for k in saved if k not in have]
-    both = have.keys() & saved.keys()
-    wrong += [f"{k} has shape {saved[k]}, the model's {have[k]}" for k in have if k in both and have[k] != saved[k]]
-    if wrong:
-        shown = wrong[:8] + ([f"and {len(wrong) - 8} more"] if len(wrong) > 8 else [])
-        raise CheckpointError(
-            f"{folder} is from another {name}:\n    " + "\n    ".join(shown),
-            do="go on with the model that was saved, or start another run directory (--run DIR)",
-        )
-    # torch's own copies from what it is given; another may keep it.
-    copies = type(module).load_state_dict is nn.Module.load_state_dict
-    kept = {id(p) for p in [*module.parameters(), *module.buffers()]} if copies else set()
-    vars_ = module.state_dict(keep_vars=True)
-    for key in state:
-        state[key] = filled(state[key], current[key], views=id(vars_[key]) in kept)
-    state.update((key, current[key]) for key in base if key in current)
-    _load(module, state, name, folder)
-
-
-def _load(thing: Any, state: Any, name: str, folder: Path) -> None:
-    """load_state_dict, with what lies in the checkpoint spread as what the object has now."""
-    try:
-        if isinstance(thing, torch.optim.Optimizer):
-            _load_optimizer(thing, state)
-        elif isinstance(thing, nn.Module):
-            thing.load_state_dict(state)
-        else:
-            thing.load_state_dict(filled(state, thing.state_dict()))
-    except EvenstepError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{name} does not take the state that {folder} has: {type(error).__name__}: {error}",
-            do="make it as it was made when it was saved, or start another run directory (--run DIR)",
-        ) from error
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """load_state_dict, and then what it changes is put back.
-
-    It casts all state but "step" to the parameter's dtype, also what the optimizer keeps in float32 beside parameters
-    of another dtype (NAdam's mu_product, ASGD's eta and mu), and leaves hyperparameters that are tensors on the CPU.
-    """
-    devices = [{k: v.device for k, v in g.items() if isinstance(v, torch.Tensor)} for g in optimizer.param_groups]
-    state = _own_state(optimizer, state)
-    optimizer.load_state_dict(state)
-    for group, before in zip(optimizer.param_groups, devices, strict=True):
-        for key, device in before.items():
-            if isinstance(group[key], torch.Tensor):
-                group[key] = group[key].to(device)
-    if not _is_usual(state):
-        return
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        for p, number in zip(group["params"], saved["params"], strict=True):
-            if p in optimizer.state and number in state["state"]:
-                optimizer.state[p] = _uncast(optimizer.state[p], state["state"][number])
-
-
-def _own_state(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
-    """What a checkpoint has of an optimizer, for the parameters of this process, spread as they are."""
-    if not _is_usual(saved):
-        return filled(saved, optimizer.state_dict())
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = dict(zip(numbers, _parameters_of(optimizer), strict=False))  # load_state_dict says what does not fit
-    for number in list(saved["state"]):
-        p = parameters.get(number)
-        if p is not None and is_elsewhere(p):
-            del saved["state"][number]
-        else:
-            saved["state"][number] = filled(saved["state"][number], p)
-    return filled(saved)
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> Any:
-    """state_dict with a mark for the state of parameters of other processes, in the order of the parameters."""
-    state = optimizer.state_dict()
-    if not _is_usual(state) or not all(type(number) is int for number in state["state"]):
-        return state
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    elsewhere = [n for n, p in zip(numbers, _parameters_of(optimizer), strict=True) if is_elsewhere(p)]
-    found = {**state["state"], **dict.fromkeys(elsewhere, ELSEWHERE)}
-    return {**state, "state": dict(sorted(found.items()))}
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _is_usual(state: Any) -> bool:
-    """Whether an optimizer's state_dict has the form of torch's own."""
-    return isinstance(state, Mapping) and state.keys() >= {"state", "param_groups"}
-
-
-def _uncast(loaded: Any, saved: Any) -> Any:
-    """`loaded`, with the tensors that have another dtype than in `saved` as they were saved, on their new device."""
-    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if isinstance(loaded, dict) and isinstance(saved, Mapping):
-        for key in loaded.keys() & saved.keys():
-            loaded[key] = _uncast(loaded[key], saved[key])
-    elif type(loaded) in (list, tuple) and isinstance(saved, (list, tuple)) and len(loaded) == len(saved):
-        return type(loaded)(_uncast(a, b) for a, b in zip(loaded, saved, strict=True))
-    return loaded
-
-
-def _parameters(model: nn.Module) -> dict[str, Any]:
-    """What a training has in a model's parameters beside their values: which are frozen, gradients not yet used."""
-    named = list(model.named_parameters(remove_duplicate=False))
-    gradients = {name: ELSEWHERE if is_elsewhere(p) else p.grad for name, p in named}
-    return {
-        "frozen": [name for name, p in named if not p.requires_grad],
-        "gradients": {name: gradient for name, gradient in gradients.items() if gradient is not None},
-    }
-
-
-def _load_parameters(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    frozen, gradients = set(saved["frozen"]), saved["gradients"]
-    for name, p in model.named_parameters(remove_duplicate=False):
-        p.requires_grad_(name not in frozen)
-        here = name in gradients and not is_elsewhere(p)
-        p.grad = filled(gradients[name], p).to(p.device) if here else None
 
 
 def _check_value(value: object, name: str) -> None:
@@ -559,12 +423,6 @@ def _leaves(value: object, depth: int = 0) -> Iterator[object]:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
-def _shape(value: object) -> object:
-    if isinstance(value, torch.Tensor) or (isinstance(value, Stored) and not value.is_array):
-        return tuple(value.shape)
-    return "ndarray" if isinstance(value, Stored) else type(value).__name__
 
 
 def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from evenstep.errors import UsageError
 from evenstep.train.meeting import Meeting, lost_contact
 from evenstep.train.pieces import Piece, Span, holders, piece
-from evenstep.train.state import ELSEWHERE_NODE, Entry, in_file_order, part_sizes, raw_parts
+from evenstep.train.state import ELSEWHERE_NODE
+from evenstep.train.tensor_file import Entry, in_file_order, part_sizes, raw_parts
 
 _MISSING = object()
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,19 +18,12 @@ from torch import Tensor, nn
 from evenstep.errors import CheckpointError, UsageError
 from evenstep.train.leaves import decode_leaf, encode_leaf, is_plain, is_text, join_path, refused
 from evenstep.train.pieces import Elsewhere, is_known, is_whole, like, memory, piece
+from evenstep.train.tensor_file import Entry, in_file_order, is_kept, raw_parts, write_tensors
 
 SCHEMA = 1
 TREE = "tree.json"
 TENSORS = "tensors.safetensors"
 
-# What every version of safetensors keeps, by its name there, in the order in which it lays them out (from the last to
-# the first). Tensors of another dtype are written as bytes, with the dtype in the JSON.
-_KEPT = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.float64: "F64",
-    torch.int64: "I64", torch.uint64: "U64",
-}  # fmt: skip
 # Containers, with the tag that their (key, value) pairs get in the JSON.
 _CONTAINERS: dict[type, str] = {
     dict: "items", OrderedDict: "ordered", Counter: "counter", defaultdict: "defaultdict",
@@ -44,27 +36,7 @@ _DEEPEST = 100
 _TEXT = "#tree"  # the JSON's name beside the tensors on the wire; no path begins like this
 
 
-_PART = 1 << 24  # bytes that are copied from a device, or sent, at a time
-
 ELSEWHERE_NODE = {"elsewhere": True}  # what ELSEWHERE is in the JSON
-
-
-class Entry(NamedTuple):
-    """A tensor in a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @staticmethod
-    def of(tensor: Tensor) -> Entry:
-        """How `tensor` is written."""
-        if tensor.dtype in _KEPT:
-            return Entry(tensor.dtype, tuple(tensor.shape))
-        return Entry(torch.uint8, (tensor.numel() * tensor.dtype.itemsize,))
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def save_tree(folder: Path, tree: object) -> None:
@@ -110,17 +82,12 @@ def read_tree(folder: Path) -> Any:
             raise CheckpointError(f"{folder / name} is missing", do="use an older checkpoint")
     with damage_named(folder):
         file: Any = safe_open(folder / TENSORS, "pt")
-        sizes = {name: _entry(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+        sizes = {name: Entry.read(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
         def stored(name: str, tag: dict[str, Any]) -> Stored:
             return Stored(file, name, sizes[name], tag)
 
         return _Decoder(stored).document((folder / TREE).read_bytes())
-
-
-def _entry(stored: Any) -> Entry:
-    kept = {name: dtype for dtype, name in _KEPT.items()}
-    return Entry(kept[stored.get_dtype()], tuple(stored.get_shape()))
 
 
 class _File(Protocol):
@@ -229,70 +196,6 @@ def decode_tree(data: bytes) -> Any:
         return filled(_Decoder(stored).document(text))
 
 
-# ---- files
-
-
-def is_kept(dtype: torch.dtype) -> bool:
-    """Whether every version of safetensors keeps tensors of this dtype."""
-    return dtype in _KEPT
-
-
-def in_file_order(entries: Mapping[str, Entry]) -> list[str]:
-    """The names in the order in which safetensors lays tensors out: wide dtypes first, so that all are aligned."""
-    places = {dtype: place for place, dtype in enumerate(_KEPT)}
-    return sorted(entries, key=lambda name: (-places[entries[name].dtype], name.encode()))
-
-
-def write_tensors(
-    path: Path, entries: Mapping[str, Entry], data: Iterable[memoryview], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write a safetensors file; `data` has the bytes of the tensors `in_file_order`, in any parts, which are written
-    as they come. OSError if the disk does not take it."""
-    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    at = 0
-    for name in in_file_order(entries):
-        entry = entries[name]
-        end = at + entry.bytes
-        header[name] = {"dtype": _KEPT[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    written = 0
-    try:
-        with path.open("xb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for part in data:
-                written += file.write(part)
-    except OSError as error:  # that of a write does not say where
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    if written != at:
-        raise AssertionError(f"{path} got {written} bytes of tensors instead of {at}")
-
-
-def raw_parts(tensor: Tensor, first: int = 0, last: int | None = None) -> Iterator[memoryview]:
-    """The bytes of the elements from `first` to `last`, in C order, copied from the device in parts."""
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    last = flat.numel() if last is None else last
-    for count in part_sizes(last - first, tensor.dtype.itemsize):
-        yield raw_bytes(flat[first : first + count])
-        first += count
-
-
-def part_sizes(elements: int, size: int) -> Iterator[int]:
-    """How many elements of `size` bytes go into each part."""
-    step = max(1, _PART // size)
-    for start in range(0, elements, step):
-        yield min(step, elements - start)
-
-
-def raw_bytes(flat: Tensor) -> memoryview:
-    """The memory of a plain tensor of one dimension, copied to the CPU if it is not there."""
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    data: Any = flat.cpu().contiguous().view(torch.uint8).numpy()
-    return memoryview(data)
-
-
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """`tensors`, each in memory of its own: safetensors refuses those that share it."""
     apart: dict[str, Tensor] = {}
@@ -380,7 +283,7 @@ class _Encoder:
     def _tensor(self, tensor: Tensor, path: str) -> object:
         check_tensor(tensor, path, parts=self._parts)
         tag: dict[str, object] = {}
-        if tensor.dtype not in _KEPT:
+        if not is_kept(tensor.dtype):
             tag.update(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
         if not tensor.is_contiguous() and _is_dense(tensor):
             tag["stride"] = list(tensor.stride())
@@ -483,7 +386,7 @@ def check_tensor(tensor: Tensor, path: str, *, parts: bool = False) -> None:
 def _kept(tensor: Tensor) -> Tensor:
     """The tensor's values on the CPU, contiguous, in a dtype that every version of safetensors keeps."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain if plain.dtype in _KEPT else plain.reshape(-1).view(torch.uint8)
+    return plain if is_kept(plain.dtype) else plain.reshape(-1).view(torch.uint8)
 
 
 def _is_dense(tensor: Tensor) -> bool:

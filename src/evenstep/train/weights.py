@@ -11,7 +11,7 @@ from torch import Tensor
 from evenstep.record.publish import whole_path
 from evenstep.train.gather import meet, on_rank_0
 from evenstep.train.meeting import Meeting
-from evenstep.train.state import Entry, in_file_order, is_kept, raw_parts, write_tensors
+from evenstep.train.tensor_file import Entry, in_file_order, is_kept, raw_parts, write_tensors
 
 
 def save_model(path: Path, states: Mapping[str, Mapping[str, Any]], meeting: Meeting | None = None) -> list[str]:
