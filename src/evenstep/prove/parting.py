@@ -8,7 +8,8 @@ from typing import Any
 
 from evenstep.prove.suspects import loop_at
 
-NOT_HERE = "not here"  # as train/trace.py writes it
+NOT_HERE = ("not here", "elsewhere")  # as train/trace.py and train/agreement.py write it
+_PLACES = "\0"  # between a tensor's path and the places of the elements that a process has
 
 Event = dict[str, Any]
 Traces = Sequence[Sequence[Event]]  # by rank
@@ -163,19 +164,13 @@ class _Finder:
 
     def differs(self, mine: Event, theirs: list[Event]) -> bool:
         """Whether nobody on the other layout has the same. Of stages, those that do not have a module say so."""
-        hashes = {event["hash"] for event in theirs} - {NOT_HERE}
-        return mine["hash"] not in ("", NOT_HERE) and bool(hashes or not theirs) and mine["hash"] not in hashes
+        hashes = {event["hash"] for event in theirs} - {*NOT_HERE}
+        return mine["hash"] not in ("", *NOT_HERE) and bool(hashes or not theirs) and mine["hash"] not in hashes
 
     def differing(self, kind: str, when: str | None = None, **fields: Any) -> list[str]:
         if when is not None:
             fields["when"] = when
-        mine: dict[str, str] = {}
-        theirs: dict[str, str] = {}
-        for found, events in ((mine, self.mine), (theirs, self.theirs)):
-            for event in self.of(kind, events, **fields):
-                for name, value in event["hashes"].items():
-                    if found.get(name, NOT_HERE) == NOT_HERE:
-                        found[name] = value
+        mine, theirs = (_joined([e["hashes"] for e in self.of(kind, some, **fields)]) for some in self.both())
         return _differing(mine, theirs)
 
     def code(self, what: str) -> Lines | None:
@@ -195,7 +190,23 @@ class _Finder:
         return found
 
 
+def _joined(by_rank: Sequence[dict[str, str]]) -> dict[str, str]:
+    """The hashes of whole things by name, from those of the processes: a tensor's parts add up to its hash."""
+    found: dict[str, str] = {}
+    parts: dict[str, dict[str, int]] = {}
+    for hashes in by_rank:
+        for name, value in hashes.items():
+            path, is_part, place = name.partition(_PLACES)
+            if is_part:
+                parts.setdefault(path, {}).setdefault(place, int(value, 16))
+            elif found.get(name, NOT_HERE[0]) in NOT_HERE:
+                found[name] = value
+    for path, places in parts.items():
+        found[path] = f"{found.get(path, '')} {sum(places.values()) % (1 << 64):016x}"
+    return found
+
+
 def _differing(mine: dict[str, str], theirs: dict[str, str]) -> list[str]:
     """Names with another value, in the order of `mine`; what is not whole on one side is left out."""
     names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-    return [name for name in names if NOT_HERE not in (mine.get(name), theirs.get(name))]
+    return [name for name in names if mine.get(name) not in NOT_HERE and theirs.get(name) not in NOT_HERE]

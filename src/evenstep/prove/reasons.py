@@ -104,7 +104,7 @@ REASONS: dict[str, tuple[str, str]] = {
 REFUSALS: tuple[tuple[str, str], ...] = (
     ("is not additive over samples", "not-additive"),
     ("a tensor of shape", "not-additive"),
-    ("alone; expected (sum over samples, weight)", "not-additive"),
+    ("; expected (sum over samples, weight)", "not-additive"),
     ("computed twice, is", "randomness"),
     ("gave two different samples", "randomness"),
     ("gave two different orders", "randomness"),

@@ -271,9 +271,9 @@ class Saved:
         return to_hex(found.value)
 
     def hashes(self) -> dict[str, str]:
-        """The fingerprint of each tensor and plain value that the fingerprint is of, by its path. Of this process."""
-        tree = {name: thing.state_dict() for name, thing in self._counted().items()}
-        return {path.removeprefix("['']."): value for path, value in by_path(tree).items()}
+        """The fingerprints of what this process holds of all that the fingerprint is of, as `by_path` tells parts."""
+        tree = {name: state_of(thing) for name, thing in self._counted().items()}
+        return {path.removeprefix("['']."): value for path, value in by_path(tree, parts=True).items()}
 
     def _apart(self, when: str, tree: object) -> MismatchError:
         """The error for processes that hold different things; all of them get it. Says what differs, and where."""
