@@ -37,6 +37,17 @@ class Own:
         for gpu in self.gpus:
             torch.cuda.default_generators[gpu].manual_seed(seed)
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """As `randomness.kept_generators`."""
+        generators = [self.cpu, *(torch.cuda.default_generators[gpu] for gpu in self.gpus)]
+        states = [g.get_state() for g in generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
 
 _thread = threading.local()
 _by_gpu: dict[int, Own] = {}  # autograd runs the backward on a thread of its own for each GPU

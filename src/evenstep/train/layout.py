@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from evenstep.errors import UsageError
@@ -19,6 +20,7 @@ from evenstep.train.norm import Folds
 from evenstep.train.options import Options
 from evenstep.train.parallel import replicas
 from evenstep.train.parallel.stages import Stages
+from evenstep.train.parallel.threads import ThreadReplicas
 from evenstep.train.reduce import Named, Reducer
 from evenstep.train.statistics import Statistics
 from evenstep.train.world import Ground
@@ -49,6 +51,8 @@ class Layout:
     """The squared norms of all gradients by name, from those that are here."""
     lockstep: Lockstep
     """The processes that hold a model together with this one."""
+    close: Callable[[], None]
+    """At the end of the run."""
     plan: list[str]
     """What to tell a person about it before the first step, once the models are placed."""
 
@@ -58,11 +62,15 @@ def lay_out(options: Options, ground: Ground) -> Layout:
     cut = grid(ground.world.world_size, stages=options.stages, shard=options.shard, replicas=options.replicas)
     asked = {
         "--shard": options.shard,
-        "--thread-replicas": options.thread_replicas > 1,
         "--split": options.split > 1,
     }
     for name in (name for name, wanted in asked.items() if wanted):
         raise UsageError(f"{name} is not there yet")
+    if options.thread_replicas > 1 and (options.stages > 1 or options.shard):
+        raise UsageError(
+            f"--thread-replicas together with {'--shard' if options.shard else '--stages'} is not offered",
+            do="start more processes instead (--processes)",
+        )
     if options.stages > 1:
         stages = Stages(cut, ground, options.exact)
         return Layout(
@@ -76,8 +84,14 @@ def lay_out(options: Options, ground: Ground) -> Layout:
             deliver=stages.deliver,
             folds=stages.folds,
             lockstep=stages,
+            close=_nothing,
             plan=stages.plan,
         )
+    compute, close, plan = replicas.compute, _nothing, []
+    if options.thread_replicas > 1:
+        threads = ThreadReplicas(_devices(options, ground.device), options.exact, ground.meeting)
+        compute, close = threads.compute, threads.close
+        plan = [f"thread replicas: {options.thread_replicas} in each process"]
     return Layout(
         grid=cut,
         exact=options.exact,
@@ -85,12 +99,20 @@ def lay_out(options: Options, ground: Ground) -> Layout:
         own=lambda named: named,
         reducer=Reducer(ground.world.rank, ground.world.world_size, ground.data, ground.device, options.exact),
         statistics=Statistics(ground.meeting),
-        compute=replicas.compute,
+        compute=compute,
         deliver=_nothing,
         folds=lambda folds: folds,
         lockstep=Alone(ground.world.rank),
-        plan=[],
+        close=close,
+        plan=plan,
     )
+
+
+def _devices(options: Options, first: torch.device) -> list[list[torch.device]]:
+    """The devices of each thread replica of this process."""
+    if first.type != "cuda":
+        return [[first]] * options.thread_replicas
+    return [[torch.device("cuda", first.index + k)] for k in range(options.thread_replicas)]
 
 
 def _to(model: nn.Module, ground: Ground) -> None:

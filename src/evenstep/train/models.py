@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -99,15 +99,9 @@ class Models:
                 found.setdefault(id(p), (f"{name}.{inner}".lstrip("."), p))
         return list(found.values())
 
-    def buffers(self, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-        """Each buffer that the models have now, by name."""
-        named = self.named(models)
-        return {f"{name}.{inner}".lstrip("."): b for name, model in named for inner, b in model.named_buffers()}
-
     def modules(self, models: Sequence[nn.Module] | None = None) -> dict[str, nn.Module]:
         """Each module that the models have now, by name, parents before their children."""
-        named = self.named(models)
-        return {f"{name}.{inner}".strip("."): m for name, model in named for inner, m in model.named_modules()}
+        return modules(self.named(models))
 
     def named(self, models: Sequence[nn.Module] | None = None) -> list[tuple[str, nn.Module]]:
         """The given models (None: all) with their names, in the order in which they were prepared."""
@@ -156,6 +150,16 @@ class Models:
                     do="make the model after evenstep.start(), which seeds the generators; draw no random numbers that "
                     "depend on the rank or the time; load weights on every process",
                 )
+
+
+def buffers(named: Iterable[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
+    """Each buffer that these models have now, by name."""
+    return {f"{name}.{inner}".lstrip("."): b for name, model in named for inner, b in model.named_buffers()}
+
+
+def modules(named: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
+    """Each module that these models have now, by name, parents before their children."""
+    return {f"{name}.{inner}".strip("."): m for name, model in named for inner, m in model.named_modules()}
 
 
 def _hash(value: torch.Tensor) -> str:

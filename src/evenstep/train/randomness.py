@@ -46,7 +46,14 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Whatever happens inside, the generators of torch, random and numpy afterwards stand where they stood before."""
+    """Whatever happens inside, the generators of torch, random and numpy afterwards stand where they stood before.
+
+    In the thread of a replica: its own."""
+    own = current()
+    if own is not None:
+        with own.kept():
+            yield
+        return
     cpu = torch.default_generator.get_state()
     cuda = [g.get_state() for g in torch.cuda.default_generators] if torch.cuda.is_initialized() else []
     python, legacy = random.getstate(), np.random.get_state()
@@ -144,6 +151,8 @@ class Randomness:
 
 class _Border:
     """The hook at one side of a block. A copy of the model, or one from a file, has hooks that do nothing."""
+
+    for_copies = True  # those of thread replicas have this one
 
     def __init__(self, randomness: Randomness | None = None, place: str = "") -> None:
         self._randomness, self._place = randomness, place

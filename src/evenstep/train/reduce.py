@@ -248,6 +248,7 @@ class Reduction(Leaves):
         self.left = [len(b.params) for b in self.buckets]
         self.bucket_of = [k for k, b in enumerate(self.buckets) for _ in b.params]
         self.launched = 0
+        self.replicated = False  # copies of the parameters get the gradients
         self.last = False  # the share's last micro-batch is under way: full buckets leave
         self.opened = False
         self.failed = False
@@ -258,6 +259,13 @@ class Reduction(Leaves):
     # ---- in order of a step
 
     def ready(self, p: Tensor) -> int:
+        if self.replicated:
+            name = self.owner.names.get(id(p), "a parameter")
+            raise LossError(
+                f"the loss gave a gradient to {name} of the model itself, while each thread replica has a copy of it",
+                do="use the model that the loss function is given, not one from outside (a global name, a closure, "
+                "self.model)",
+            )
         k = super().ready(p)
         if self.last and self.buckets:
             self.left[self.bucket_of[k]] -= 1

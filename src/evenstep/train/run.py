@@ -373,11 +373,11 @@ class Run:
             backend=backend,
             exact=self._options.exact,
         )
-        lines += self._layout.plan
         said = self._precision.plan_line([p for _, p in self._models.parameters()])
         lines += [said] if said else []
+        lines += self._layout.plan
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        used = self._ground.world.local_world_size * self._options.threads
+        used = self._ground.world.local_world_size * self._options.thread_replicas * self._options.threads
         if device == "cpu" and used < cores:
             hint = f"more processes (evenstep run --processes {cores}) use them all"
             lines.append(f"{used} of {cores} cores are used: {hint}")
@@ -548,6 +548,7 @@ class Run:
                 if self._finished and self._fingerprint is not None and self.rank == 0:
                     print(f"fingerprint: {self._fingerprint[1]}", flush=True)
         finally:
+            self._layout.close()
             self._layout.reducer.close(wait=not failed)
             self._layout.statistics.close()
             self._optimizers.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from evenstep.errors import EvenstepError, LossError, PeerFailed, UsageError
 from evenstep.plan.schedule import StepPlan
 from evenstep.plan.tree import tree_sum
 from evenstep.train.batch import split_batch, to_device
+from evenstep.train.casts import no_cast_cache
 from evenstep.train.layout import Layout
 from evenstep.train.lockstep import HANDED_OVER
 from evenstep.train.loss import (
@@ -28,11 +30,12 @@ from evenstep.train.loss import (
     refuse_tensor,
 )
 from evenstep.train.meeting import Meeting, call_site
-from evenstep.train.models import Models
+from evenstep.train.models import Models, buffers, modules
 from evenstep.train.precision import Precision
 from evenstep.train.purity import Untouched, refuse_strangers
 from evenstep.train.randomness import Randomness
-from evenstep.train.statistics import Change, mixes_samples, refuse_statistics
+from evenstep.train.reduce import Leaves
+from evenstep.train.statistics import Change, Statistics, mixes_samples, refuse_statistics
 from evenstep.train.trace import Trace, traced
 from evenstep.train.whole import Second, Whole
 
@@ -182,11 +185,11 @@ class Step:
     def _exchange(self, kind: str, said: object, site: str) -> list[Any]:
         return self._meeting.say(kind, said, signature=f"step {self.number}", site=site)
 
-    def _batch(self, index: int) -> Any:
-        """Micro-batch `index` of those that this process reads, on the device."""
+    def _batch(self, index: int, device: torch.device | None = None) -> Any:
+        """Micro-batch `index` of those that this process reads, on the device (the run's)."""
         count = self._to_read.index(index) + 1
         self._read_to(count)
-        return to_device(self._read[count - 1], self._device)
+        return to_device(self._read[count - 1], device or self._device)
 
     def _read_to(self, count: int) -> None:
         """Read the first `count` micro-batches of this process, as far as they have not been."""
@@ -229,6 +232,8 @@ class Work:
         self.step, self.loss_fn, self.models, self.call, self.site = step, loss_fn, models, call, site
         self.second = second  # of the two passes of step.backward_whole
         self.share = step._share
+        self.device: torch.device | None = None  # where it is not the run's
+        self.known: set[int] = set()  # ids of further parameters that the loss may reach
         self.first = step.number == step._models.first_step and call == 0
         self.leaves: dict[int, Leaf] = {}
         self.graph = False  # some loss of this process has one
@@ -239,8 +244,8 @@ class Work:
     def run(self) -> None:
         """Computes the gradients; nothing else is changed."""
         step, layout = self.step, self.step._layout
-        modules = step._models.modules(self.models)
-        refuse_statistics(modules.items())
+        mine = step._models.modules(self.models)
+        refuse_statistics(mine.items())
         layout.statistics.watch(step._models.modules().items())
         named = step._models.parameters(self.models)
         if not any(p.requires_grad for _, p in named):
@@ -249,11 +254,18 @@ class Work:
                 do="unfreeze a parameter, or leave step.backward out",
             )
         layout.reducer.watch(layout.own(step._models.parameters()))
-        self.untouched = Untouched(dict(named), lambda: step._models.buffers(self.models), modules)
+        self.untouched = Untouched(dict(named), lambda: buffers(step._models.named(self.models)), mine)
         self.trained = _digest([name for name, p in named if p.requires_grad])
         self.reduction = layout.reducer.start(layout.own(named), step._plan.micro_batches)
+        self.sums: Leaves = self.reduction  # what the gradients of a leaf go into
+        self.statistics = layout.statistics  # what BatchNorm layers see goes there
         try:
-            with step._randomness.keyed(), layout.statistics.active(), naming_nondeterministic(self.first):
+            with (
+                step._randomness.keyed(),
+                layout.statistics.active(),
+                naming_nondeterministic(self.first),
+                no_cast_cache(),
+            ):
                 if self.first and self.second is None:
                     self._first_checks()
                 layout.compute(self)
@@ -289,17 +301,39 @@ class Work:
         """Before the last backward of the share: losses and weights are exchanged, full buckets leave from now on."""
         self.reduction.open(self._meet)
 
+    def on(
+        self,
+        models: Sequence[nn.Module],
+        parameters: dict[str, nn.Parameter],
+        sums: Leaves,
+        statistics: Statistics,
+        device: torch.device,
+        known: set[int],
+    ) -> Work:
+        """The same work on copies of the models, with their parameters by name. Its gradients go to `sums`, what
+        BatchNorm layers see to `statistics`; `known` are the ids of all parameters of copies."""
+        names = {id(model): name for name, model in self.step._models.named(self.models)}
+        named = [(names[id(model)], twin) for model, twin in zip(self.models, models, strict=True)]
+        work = copy.copy(self)
+        work.models, work.sums, work.statistics = models, sums, statistics
+        work.device, work.known = device, known
+        work.untouched = Untouched(parameters, lambda: buffers(named), modules(named))
+        return work
+
+    def read_all(self) -> None:
+        """Read the whole share now: the data set may not be read from other threads."""
+        self.step._read_to(len(self.step._to_read))
+
     def leaf(self, i: int) -> torch.Tensor | None:
         """The loss of micro-batch i with its graph, scaled as the backward pass is to begin. None where another
         process goes on with it."""
         step = self.step
-        batch = step._batch(i)
+        batch = step._batch(i, self.device)
         step._randomness.begin_micro_batch(step.number, self.call, i)
-        statistics = step._layout.statistics
         with (
             torch.enable_grad(),
             traced(step.trace, self.call, i, self.loss_fn, batch) as tell,
-            statistics.collect(i),
+            self.statistics.collect(i),
         ):
             returned = self.computed(batch, i, contents=self.first and not self.leaves)
             if returned is HANDED_OVER:
@@ -308,7 +342,7 @@ class Work:
             tell(found)
         total = found.total
         if self.first and not self.leaves:
-            refuse_strangers(total, {id(p) for _, p in step._models.parameters()})
+            refuse_strangers(total, self.known.union(id(p) for _, p in step._models.parameters()))
         self.graph = self.graph or total.requires_grad
         self.leaves[i] = Leaf(total.detach(), found.value, found.weight, found.metrics)
         return step._precision.scaled(total, found.weight)
@@ -316,12 +350,12 @@ class Work:
     def computed(self, batch: Any, i: int, *, contents: bool = False) -> Any:
         """What the loss function returns for `batch`, of micro-batch i, with nothing else changed."""
         loss_fn = self.loss_fn if self.second is None else self.second.loss_of(i)
-        self.reduction.computing = True
+        self.sums.computing = True
         try:
             with self.untouched.while_computing(batch, contents=contents), self.step._precision.computing():
                 return loss_fn(*self.models, batch)
         finally:
-            self.reduction.computing = False
+            self.sums.computing = False
 
     def _first_checks(self) -> None:
         """Once a run: is the loss additive over samples? The process that has micro-batch 0 looks at it; those that

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from evenstep.errors import LossError, PeerFailed, UsageError
 from evenstep.train.batch import tensors, to_device
 from evenstep.train.loss import naming_nondeterministic
+from evenstep.train.models import buffers
 from evenstep.train.purity import Untouched, refuse_strangers
 from evenstep.train.state import decode_tree, encode_tree
 from evenstep.train.statistics import refuse_statistics
@@ -51,13 +52,13 @@ class Second:
             flat = tensors(_plain(self.embed_fn(*given)))
             self._check(i, flat)
             terms = [
-                (e.to(g.dtype) * g).sum()
+                (e.to(g.dtype) * g.to(e.device)).sum()
                 for e, g in zip(flat, self.gradients[i], strict=True)
                 if g is not None and e.requires_grad
             ]
             if i == 0:  # once, with whichever process has it
                 own = zip(_parameters(given[:-1]), self.parameters, strict=True)
-                terms += [(p * g).sum() for p, g in own if g is not None]
+                terms += [(p * g.to(p.device)).sum() for p, g in own if g is not None]
             if not terms:
                 return torch.zeros((), device=flat[0].device), None
             total = terms[0]
@@ -117,7 +118,7 @@ class Whole:
         refuse_statistics(modules.items())
         step._layout.statistics.watch(step._models.modules().items())
         named = dict(step._models.parameters(self._models))
-        untouched = Untouched(named, lambda: step._models.buffers(self._models), modules)
+        untouched = Untouched(named, lambda: buffers(step._models.named(self._models)), modules)
         with (
             step._randomness.keyed(),
             step._layout.statistics.active(),  # and nothing counts: the second pass does
