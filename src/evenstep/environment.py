@@ -50,6 +50,7 @@ class Settings:
     loaders: int | None = None  # of run.steps
     stop_after: int | None = None  # end the script after so many steps; the run is not finished
     trace_step: int | None = None  # write into the run directory what happens in this step (train/trace.py)
+    batchnorm: str | None = None
     launch: str | None = None
     stages: int | None = None
     shard: bool | None = None

@@ -75,6 +75,7 @@ def test_settings_round_trip() -> None:
         replicas=2,
         thread_replicas=4,
         split=2,
+        batchnorm="sync",
         precision="bf16",
     )
     assert all(getattr(full, field.name) is not None for field in dataclasses.fields(Settings))

@@ -358,6 +358,8 @@ def test_a_micro_batch_of_one_sample_names_the_layer(tmp_path: Path) -> None:
         for step in run.steps(DATA, epochs=1):
             with pytest.raises(UsageError, match=r"micro-batch 3 gives 1 \(a BatchNorm1d\) one value(.|\n)*drop_last"):
                 step.backward(squares)
+            with pytest.raises(UsageError, match="a micro-batch gives 1"):
+                step.backward_whole(lambda model, batch: model(batch[0]), lambda model, y: y.square().sum())
             model[1].eval()  # such a layer normalises over its batch in eval mode, too
             with pytest.raises(UsageError, match="micro-batch 3 gives 1"):
                 step.backward(squares)

@@ -82,6 +82,11 @@ def _elsewhere(ctx: click.Context, param: click.Parameter, value: str | None) ->
 @click.option(
     "--split", type=_POSITIVE, metavar="D", help="Spread the model of a process (or thread replica) over D devices."
 )
+@click.option(
+    "--batchnorm",
+    type=click.Choice(["exact", "sync"]),
+    help="exact: over a micro-batch, the same on every layout. sync: over what the processes compute at one time.",
+)
 @click.option("--threads", type=_POSITIVE, metavar="T", help="Intra-op threads of each process.")
 @click.option("--checkpoint-every", type=_POSITIVE, metavar="N", help="Optimizer steps between checkpoints.")
 @click.option("--keep", type=_POSITIVE, metavar="K", help="Checkpoints to keep.")
@@ -127,6 +132,7 @@ def run(
     replicas: int | None,
     thread_replicas: int | None,
     split: int | None,
+    batchnorm: str | None,
     threads: int | None,
     checkpoint_every: int | None,
     keep: int | None,
@@ -166,6 +172,7 @@ def run(
         replicas=replicas,
         thread_replicas=thread_replicas,
         split=split,
+        batchnorm=batchnorm,
     )
     outcome = run_local(
         Script(script, as_module, arguments),

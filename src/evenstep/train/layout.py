@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from evenstep.errors import UsageError
 from evenstep.plan.grid import Grid, grid
 from evenstep.train.lockstep import Alone, Lockstep
+from evenstep.train.meeting import Meeting
 from evenstep.train.norm import Folds
 from evenstep.train.options import Options
 from evenstep.train.parallel import replicas
@@ -23,6 +25,7 @@ from evenstep.train.parallel.stages import Stages
 from evenstep.train.parallel.threads import ThreadReplicas
 from evenstep.train.reduce import Named, Reducer
 from evenstep.train.statistics import Statistics
+from evenstep.train.synchronised import Together
 from evenstep.train.world import Ground
 
 if TYPE_CHECKING:
@@ -55,6 +58,8 @@ class Layout:
     """At the end of the run."""
     plan: list[str]
     """What to tell a person about it before the first step, once the models are placed."""
+    together: Together | None = None
+    """The processes over which BatchNorm layers are synchronised, where that was asked for."""
 
 
 def lay_out(options: Options, ground: Ground) -> Layout:
@@ -92,10 +97,13 @@ def lay_out(options: Options, ground: Ground) -> Layout:
         threads = ThreadReplicas(_devices(options, ground.device), options.exact, ground.meeting)
         compute, close = threads.compute, threads.close
         plan = [f"thread replicas: {options.thread_replicas} in each process"]
+    together = _together(ground) if options.batchnorm == "sync" else None
+    if together is not None:
+        plan.append(together.line())
     return Layout(
         grid=cut,
         exact=options.exact,
-        place=lambda model, _: _to(model, ground),
+        place=lambda model, _: _to(model, ground, together),
         own=lambda named: named,
         reducer=Reducer(ground.world.rank, ground.world.world_size, ground.data, ground.device, options.exact),
         statistics=Statistics(ground.meeting),
@@ -105,6 +113,7 @@ def lay_out(options: Options, ground: Ground) -> Layout:
         lockstep=Alone(ground.world.rank),
         close=close,
         plan=plan,
+        together=together,
     )
 
 
@@ -115,9 +124,21 @@ def _devices(options: Options, first: torch.device) -> list[list[torch.device]]:
     return [[torch.device("cuda", first.index + k)] for k in range(options.thread_replicas)]
 
 
-def _to(model: nn.Module, ground: Ground) -> None:
+def _to(model: nn.Module, ground: Ground, together: Together | None) -> None:
+    if together is not None:
+        together.convert(model)
     model.to(ground.device)
 
 
 def _nothing() -> None:
     pass
+
+
+def _together(ground: Ground) -> Together:
+    """Groups of their own: exchanges of a backward and of gradients are under way at the same time."""
+    rank, world_size = ground.world.rank, ground.world.world_size
+    if world_size == 1:
+        return Together(Meeting(0, 1), None)
+    if ground.device.type == "cuda":
+        return Together(Meeting(rank, world_size, None), dist.new_group(backend=ground.backend))
+    return Together(Meeting(rank, world_size, dist.new_group(backend="gloo")), None)

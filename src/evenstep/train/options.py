@@ -32,6 +32,7 @@ class Options:
     thread_replicas: int = 1
     split: int = 1
     precision: str = "fp32"
+    batchnorm: str = "exact"
     loaders: int | None = None
     stop_after: int | None = None
     trace_step: int | None = None
@@ -53,6 +54,7 @@ def choose(settings: Settings, script: Options, world_size: int) -> Options:
         _whole(name, getattr(chosen, name), least)
     if chosen.replicas is not None:
         _whole("replicas", chosen.replicas, 1)
+    _check_batchnorm(chosen)
     computing = grid(world_size, stages=chosen.stages, shard=chosen.shard, replicas=chosen.replicas)
     workers = world_size // computing.stages * chosen.thread_replicas
     if chosen.precision not in PRECISIONS:
@@ -74,6 +76,21 @@ def choose(settings: Settings, script: Options, world_size: int) -> Options:
             f"micro_batch={max(1, chosen.global_batch // workers)} or less (--micro-batch)",
         )
     return chosen
+
+
+def _check_batchnorm(chosen: Options) -> None:
+    if chosen.batchnorm not in ("exact", "sync"):
+        raise UsageError(f"batchnorm={chosen.batchnorm!r}, expected 'exact' or 'sync'")
+    others = {
+        "--stages": chosen.stages > 1,
+        "--shard": chosen.shard,
+        "--thread-replicas": chosen.thread_replicas > 1,
+    }
+    for name in (name for name, asked in others.items() if asked and chosen.batchnorm == "sync"):
+        raise UsageError(
+            f'batchnorm="sync" goes with whole models in processes of their own, not with {name}',
+            do=f'leave {name} out, or use batchnorm="exact" (the default), which gives the same bits with it',
+        )
 
 
 def _workers(chosen: Options, world_size: int) -> str:

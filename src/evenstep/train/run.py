@@ -307,6 +307,8 @@ class Run:
                     "checkpoints were asked for, and the script does not call run.restore, which says what they hold",
                     do="run.restore(model=model, optimizer=optimizer, ...) before the loop",
                 )
+        if self._layout.together is not None:
+            self._layout.together.refuse_uneven(schedule)
         self._check_data(schedule, order)
         first = self._first_step(schedule)
         self._looping = True

@@ -47,6 +47,7 @@ def start(
     thread_replicas: int = 1,
     split: int = 1,
     precision: str = "fp32",
+    batchnorm: str = "exact",
 ) -> Run:
     """Begin a run. The layout comes from the launcher; a script started with plain `python` is one process.
 
@@ -70,6 +71,8 @@ def start(
     None of the last five changes a bit of the result.
     precision: "fp32", "bf16" or "fp16": losses, evaluation and prediction are computed under autocast, fp16 with a
         loss that is scaled; parameters, gradients and their sums keep the parameters' dtype. Part of the identity.
+    batchnorm: "exact": BatchNorm normalises over its micro-batch, the same on every layout. "sync": over the
+        micro-batches that the processes compute at the same time; equal to rounding, at this number of processes only.
 
     Raises UsageError for options that cannot work, before anything is computed.
     """
@@ -98,6 +101,7 @@ def start(
         thread_replicas=thread_replicas,
         split=split,
         precision=precision,
+        batchnorm=batchnorm,
     )
     options = choose(read_settings(os.environ), asked, world.world_size)
     used = check_backend(options.backend)
@@ -109,7 +113,10 @@ def start(
         "exact": options.exact,
         "precision": options.precision,
         "threads": options.threads,
+        "batchnorm": options.batchnorm,
     }
+    if options.batchnorm == "sync":
+        said["the processes that batchnorm normalises over"] = world.world_size
     put_back = hold_arithmetic(options.exact, options.threads)
     said.update(identity(ground.device))
     check_same(ground, {**said, "backend": used})

@@ -37,6 +37,7 @@ from evenstep.errors import UsageError
 from evenstep.plan.tree import Node, combine
 from evenstep.train.meeting import Meeting
 from evenstep.train.randomness import kept_generators
+from evenstep.train.synchronised import Synchronised
 
 Key = tuple[str, int, int]  # layer, number of the call within a micro-batch, channels
 
@@ -203,7 +204,8 @@ class _Layer:
     def __init__(self, owner: Statistics, name: str, module: _BatchNorm) -> None:
         self.owner, self.name, self.module = owner, name, module
         self.found: Tensor | None = None  # (2, channels): what the running call leaves
-        self.checked = getattr(inspect.unwrap(module.forward), "__func__", None) is _BatchNorm.forward
+        known = (_BatchNorm.forward, Synchronised.forward)
+        self.checked = getattr(inspect.unwrap(module.forward), "__func__", None) in known
         self._kept: tuple[dict[str, Tensor | None], float | None] | None = None
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(_Hook(self.before), with_kwargs=True),
@@ -212,9 +214,10 @@ class _Layer:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaf = self.owner.counting
-        if leaf is not None and (self.module.training or self.module.running_mean is None):
+        counts = leaf is not None
+        if self.owner.swapping and (self.module.training or (counts and self.module.running_mean is None)):
             self._refuse_single(_values(self.module, args, kwargs), leaf)
-            if self.module.training and not self.checked:
+            if counts and self.module.training and not self.checked:
                 self._check(args, kwargs)
         if self.owner.swapping and self._tracks():
             self.swap(0.0)
@@ -261,11 +264,12 @@ class _Layer:
         module = self.module
         return module.training and module.track_running_stats and module.running_mean is not None
 
-    def _refuse_single(self, n: int, leaf: int) -> None:
-        if n == 1 and not getattr(self.module, "synchronised", isinstance(self.module, nn.SyncBatchNorm)):
+    def _refuse_single(self, n: int, leaf: int | None) -> None:
+        if n == 1 and not isinstance(self.module, Synchronised):
+            where = "a micro-batch" if leaf is None else f"micro-batch {leaf}"
             raise UsageError(
-                f"micro-batch {leaf} gives {self.name or 'the model'} (a {type(self.module).__name__}) one value per "
-                "channel, which has no variance (torch: Expected more than 1 value per channel when training)",
+                f"{where} gives {self.name or 'the model'} (a {type(self.module).__name__}) one value per channel, "
+                "which has no variance (torch: Expected more than 1 value per channel when training)",
                 do="leave out a last step with a single sample: run.steps(..., drop_last=True); or choose a global "
                 "batch and a micro-batch that leave no micro-batch of one sample",
             )
@@ -347,7 +351,7 @@ def _refuse(name: str, module: nn.Module, compiled: bool) -> None:
         raise UsageError(
             f"{shown} is a SyncBatchNorm in training mode: it normalises over what the processes compute at the same "
             "time, which depends on how many there are",
-            do="use nn.BatchNorm1d, 2d or 3d, which is exact here",
+            do='use nn.BatchNorm1d, 2d or 3d, which is exact here; batchnorm="sync" (--batchnorm sync) synchronises it',
         )
     elif compiled:
         raise UsageError(

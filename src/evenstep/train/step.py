@@ -36,6 +36,7 @@ from evenstep.train.purity import Untouched, refuse_strangers
 from evenstep.train.randomness import Randomness
 from evenstep.train.reduce import Leaves
 from evenstep.train.statistics import Change, Statistics, mixes_samples, refuse_statistics
+from evenstep.train.synchronised import working
 from evenstep.train.trace import Trace, traced
 from evenstep.train.whole import Second, Whole
 
@@ -261,6 +262,7 @@ class Work:
         self.statistics = layout.statistics  # what BatchNorm layers see goes there
         try:
             with (
+                working(layout.together),
                 step._randomness.keyed(),
                 layout.statistics.active(),
                 naming_nondeterministic(self.first),
@@ -272,7 +274,10 @@ class Work:
                 self.untouched.check_buffers()
         except Exception as error:
             self.failed = _line(error)
-            self.reduction.fail(self._meet, self._tell)
+            if layout.together is not None and layout.together.unreachable:
+                self.reduction.put_back()
+            else:
+                self.reduction.fail(self._meet, self._tell)
             raise
         except BaseException:  # Ctrl-C: this process ends now and waits for nobody
             self.reduction.put_back()

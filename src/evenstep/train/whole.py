@@ -24,6 +24,7 @@ from evenstep.train.models import buffers
 from evenstep.train.purity import Untouched, refuse_strangers
 from evenstep.train.state import decode_tree, encode_tree
 from evenstep.train.statistics import refuse_statistics
+from evenstep.train.synchronised import working
 
 if TYPE_CHECKING:
     from evenstep.train.step import Step
@@ -129,7 +130,8 @@ class Whole:
             error: Exception | None = None
             second: Second | None = None
             try:
-                second = self._second(self._embeddings, untouched)
+                with working(step._layout.together):
+                    second = self._second(self._embeddings, untouched)
             except Exception as caught:
                 error = caught
         self._agree(second, error)
@@ -158,7 +160,8 @@ class Whole:
         step = self._step
         alone = step._meeting.world_size == 1
         try:
-            rows = own()
+            with working(step._layout.together):
+                rows = own()
             payload = b"" if alone else b"+" + encode_tree([[i, _moved(nest, "cpu")] for i, nest in rows])
         except Exception as error:
             payload = f"-{type(error).__name__}: {error}".encode()
