@@ -148,6 +148,12 @@ class Step:
             return finite
         return all(self._exchange("step.backward, are gradients finite", finite, ""))
 
+    def _told(self, error: Exception) -> object:
+        """What other processes are told of an error. That a model cannot lie on several stages concerns them all."""
+        if self._layout.grid.stages > 1 and isinstance(error, UsageError):
+            return {"message": error.message, "do": error.do}
+        return f"{type(error).__name__}: {error}".strip()
+
     def total(self, fn: Callable[[Any], Any]) -> Any:
         """The sums over the global batch of `fn(batch)`: a number, or a dict {name: number}. Equal on every process.
 
@@ -171,7 +177,7 @@ class Step:
                     rows.append((i, {str(name): float(v) for name, v in named.items()}))
         except Exception as caught:
             error = caught
-        said = {"failed": None if error is None else _line(error), "rows": rows, "single": single}
+        said = {"failed": None if error is None else self._told(error), "rows": rows, "single": single}
         answers = self._exchange("step.total", said, call_site())
         if error is not None:
             raise error
@@ -238,7 +244,7 @@ class Work:
         self.first = step.number == step._models.first_step and call == 0
         self.leaves: dict[int, Leaf] = {}
         self.graph = False  # some loss of this process has one
-        self.failed: str | None = None
+        self.failed: object = None  # what the others are told of an error
         self.result: Result | None = None
         self.changes: list[Change] = []  # of running statistics
 
@@ -273,7 +279,7 @@ class Work:
                 layout.compute(self)
                 self.untouched.check_buffers()
         except Exception as error:
-            self.failed = _line(error)
+            self.failed = step._told(error)
             if layout.together is not None and layout.together.unreachable:
                 self.reduction.put_back()
             else:
@@ -373,7 +379,7 @@ class Work:
         with evaluating(self.models):
             while True:
                 wanted = look.next() if look else []
-                said = {"wanted": len(wanted), "failed": _line(look.wrong) if look and look.wrong else None}
+                said = {"wanted": len(wanted), "failed": step._told(look.wrong) if look and look.wrong else None}
                 answers = lockstep.agree(said, self.site)
                 if look and look.wrong:
                     raise look.wrong
@@ -430,7 +436,7 @@ class Work:
         answers = self.step._exchange("step.backward, after a failure", {"failed": self.failed}, self.site)
         try:
             _refuse_failed(answers, self.step.number)
-        except PeerFailed as error:
+        except EvenstepError as error:
             return error
         return PeerFailed("another process failed in the backward of this step")
 
@@ -489,6 +495,9 @@ class _Look:
 
 
 def _refuse_failed(answers: Sequence[Mapping[str, Any]], step: int) -> None:
+    for answer in answers:
+        if isinstance(answer["failed"], dict):
+            raise UsageError(answer["failed"]["message"], do=answer["failed"]["do"])
     said = [f"rank {rank}: {a['failed']}" for rank, a in enumerate(answers) if a["failed"] is not None]
     if said:
         raise PeerFailed(
@@ -516,10 +525,6 @@ def _result(rows: Sequence[Sequence[Any]], step: int) -> Result:
         below = tree_sum(p and p[1] for p in pairs)
         metrics[name] = tree_sum(p and p[0] for p in pairs) / below if below else float("nan")
     return Result(total if weight is None else total / weight, weight, metrics)
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip()
 
 
 def _digest(names: Sequence[str]) -> str:

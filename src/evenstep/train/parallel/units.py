@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import CheckpointFunction
 
 from evenstep.errors import UsageError
 from evenstep.train.lockstep import HANDED_OVER
@@ -51,6 +54,7 @@ class Units:
         self.part = cut.parts[stage]
         self.flight: Flight | None = None
         self._watch = _Watch(self)
+        self._with_grad = False  # gradients are wanted of the function that runs
         self._watched = False  # a whole micro-batch has been looked at, units and all
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         numbers = {id(unit): k for k, (_, unit) in enumerate(cut.units)}
@@ -74,6 +78,7 @@ class Units:
         returned. UsageError, by name, for a model or function that cannot be run in stages."""
         flight = self.flight
         assert flight is not None
+        self._with_grad = torch.is_grad_enabled()
         try:
             with self._watch:
                 returned = fn(*args)
@@ -126,6 +131,8 @@ class Units:
                     do="start without --stages, or put what is called twice into one module",
                 )
             flight.called.add(k)
+        if self._with_grad and not torch.is_grad_enabled():
+            self._refuse_reentrant(name)
         if k < self.part.start:
             return self._ghost(flight, name)
         if k >= self.part.stop:
@@ -150,9 +157,10 @@ class Units:
         assert flight.received is not None
         if name not in flight.received.said["made"]:
             raise UsageError(
-                f"{name} is called on stage {self.stage}, and was not on its own: what the model does differs between "
-                "processes",
-                do="let it depend on the batch, and on random numbers of torch, numpy and random, alone",
+                f"{name} is called on stage {self.stage}, and was not on its own: the model calls its units in another "
+                "order than that in which they are defined, or what it does differs between processes",
+                do="define modules in the order in which forward calls them; let what they do depend on the batch, and "
+                "on random numbers of torch, numpy and random, alone",
             )
         structure, forms = flight.received.said["made"][name]
 
@@ -224,6 +232,16 @@ class Units:
         for tensor in _tensors(given):
             if tensor.is_meta and id(tensor) in self.elsewhere:
                 self.refuse_use(self.elsewhere[id(tensor)])
+
+    def _refuse_reentrant(self, name: str) -> None:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is CheckpointFunction.forward.__code__:
+                raise UsageError(
+                    f"{name} runs under reentrant activation checkpointing, which loses gradients where a stage begins",
+                    do="use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+                )
+            frame = frame.f_back
 
     def _refuse_skip(self, name: str, ghost: Ghost) -> NoReturn:
         raise UsageError(
