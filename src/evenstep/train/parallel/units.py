@@ -55,7 +55,7 @@ class Units:
         self.flight: Flight | None = None
         self._watch = _Watch(self)
         self._with_grad = False  # gradients are wanted of the function that runs
-        self._watched = False  # a whole micro-batch has been looked at, units and all
+        self._watched = False  # one whole micro-batch was, also inside the units
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         numbers = {id(unit): k for k, (_, unit) in enumerate(cut.units)}
         for name, unit in blocks(model):
@@ -83,7 +83,7 @@ class Units:
             with self._watch:
                 returned = fn(*args)
         except _NextStage:
-            self._watched = True
+            self._watched = self._watched or self._with_grad
             return HANDED_OVER
         if flight.handed is not None:
             raise UsageError("the function went on although a stage had ended", do="catch Exception, not BaseException")
@@ -102,7 +102,7 @@ class Units:
             )
         if self.stage and flight.entry is None:
             raise UsageError(f"no unit of stage {self.stage} ({self._units(self.part)}) was called", do=BY_HAND)
-        self._watched = True
+        self._watched = self._watched or self._with_grad
         return returned
 
     @contextmanager
@@ -143,8 +143,9 @@ class Units:
         if k == flight.entry:
             args, kwargs = self._arrived(flight, args, kwargs)
         self._refuse_elsewhere(name, (args, kwargs))
-        watching = self._watched and _get_current_function_mode() is self._watch
-        with _pop_mode_temporarily() if watching else nullcontext():
+        # Some modules take another way in eval mode where functions are watched. So inside units this ends soon.
+        unwatched = (self._watched or not self._with_grad) and _get_current_function_mode() is self._watch
+        with _pop_mode_temporarily() if unwatched else nullcontext():
             result = forward(*args, **kwargs)
         if self.part.stop < len(self.cut.units) and not flight.recomputing:
             tensors: list[Tensor] = []
