@@ -38,7 +38,7 @@ class Settings:
 
     run: str | None = None
     global_batch: int | None = None
-    micro_batch: int | None = None
+    micro_batch: int | str | None = None  # or "auto"
     seed: int | None = None
     exact: bool | None = None
     backend: str | None = None
@@ -58,7 +58,11 @@ class Settings:
     thread_replicas: int | None = None
     split: int | None = None
     precision: str | None = None
+    memory: int | None = None  # bytes
 
+
+AUTO = "auto"
+"""The micro-batch that is to be chosen by trial."""
 
 ALONE = World(0, 1, 0, 1, "python", None, None, None)
 
@@ -120,13 +124,31 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         text = environ.get(variable)
         if text is None or text == "":
             continue
-        if field.name in _SMALLEST:
+        if field.name == "micro_batch" and text == AUTO:
+            found[field.name] = AUTO
+        elif field.name == "memory":
+            found[field.name] = memory_size(text, variable)
+        elif field.name in _SMALLEST:
             found[field.name] = _integer(environ, variable, _SMALLEST[field.name])
         elif field.name in _SWITCHES:
             found[field.name] = _switch(environ, variable)
         else:
             found[field.name] = text
     return Settings(**found)  # type: ignore[arg-type]  # each value was read by its field's kind
+
+
+def memory_size(value: object, name: str) -> int:
+    """A number of bytes from "2GiB", "500 MB" or 2147483648. UsageError, naming what it was given as."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", str(value).strip().lower())
+    factor = 1
+    if match and match[2]:
+        factor = (1024 if match[3] else 1000) ** ("kmgt".index(match[2]) + 1)
+    size = int(float(match[1]) * factor) if match and not isinstance(value, bool) else 0
+    if size < 1:
+        raise UsageError(
+            f"{name}={value!r} is no amount of memory", do="give bytes, or a number and a unit: 2GiB, 500MB"
+        )
+    return size
 
 
 def write_settings(settings: Settings) -> dict[str, str]:

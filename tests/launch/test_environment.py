@@ -9,7 +9,16 @@ import sys
 
 import pytest
 
-from evenstep.environment import ALONE, Settings, World, read_settings, read_world, write_settings, write_world
+from evenstep.environment import (
+    ALONE,
+    Settings,
+    World,
+    memory_size,
+    read_settings,
+    read_world,
+    write_settings,
+    write_world,
+)
 from evenstep.errors import UsageError
 
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
@@ -77,6 +86,7 @@ def test_settings_round_trip() -> None:
         split=2,
         batchnorm="sync",
         precision="bf16",
+        memory=2**31,
     )
     assert all(getattr(full, field.name) is not None for field in dataclasses.fields(Settings))
     assert read_settings(write_settings(full)) == full
@@ -195,3 +205,14 @@ def test_settings_that_make_no_sense_are_refused_by_name(variable: str, value: s
     with pytest.raises(UsageError) as caught:
         read_settings({variable: value})
     assert variable in caught.value.message
+
+
+def test_a_micro_batch_may_be_auto_and_memory_has_units() -> None:
+    assert read_settings({"EVENSTEP_MICRO_BATCH": "auto", "EVENSTEP_MEMORY": "2GiB"}) == Settings(
+        micro_batch="auto", memory=2**31
+    )
+    sizes = ["7", "7 b", "1.5KiB", "2k", "500MB", "1g", "1TiB"]
+    assert [memory_size(text, "memory") for text in sizes] == [7, 7, 1536, 2000, 500 * 10**6, 10**9, 2**40]
+    for wrong in ("", "many", "-1", "0", "2 XB", True):
+        with pytest.raises(UsageError, match=r"--memory=.* is no amount of memory"):
+            memory_size(wrong, "--memory")

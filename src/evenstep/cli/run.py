@@ -6,7 +6,8 @@ import click
 
 from evenstep.cli import exits, preflight
 from evenstep.cli.report import say, tell_failure, tell_signal
-from evenstep.environment import Settings
+from evenstep.environment import AUTO, Settings, memory_size
+from evenstep.errors import UsageError
 from evenstep.launch.local import Script, run_local
 
 _POSITIVE = click.IntRange(min=1)
@@ -21,6 +22,22 @@ def _processes(ctx: click.Context, param: click.Parameter, value: str | None) ->
             return int(value)
         raise click.BadParameter(f"{value} is too few: at least 1 process is needed", ctx, param)
     raise click.BadParameter(f"{value!r} is neither a number nor {' nor '.join(preflight.PROCESS_WORDS)}", ctx, param)
+
+
+def _micro_batch(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    """A number from 1, or auto."""
+    if value is None or value == AUTO:
+        return value
+    number: int = _POSITIVE.convert(value, param, ctx)  # type: ignore[arg-type]
+    return number
+
+
+def _memory(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Bytes."""
+    try:
+        return None if value is None else memory_size(value, "--memory")
+    except UsageError as error:
+        raise click.BadParameter(error.message, ctx, param) from None
 
 
 def _elsewhere(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -51,7 +68,13 @@ def _elsewhere(ctx: click.Context, param: click.Parameter, value: str | None) ->
     help="Training processes; also gpu, cpu or auto. Default: all visible GPUs, else one.",
 )
 @click.option("--global-batch", type=_POSITIVE, metavar="B", help="Samples of one optimizer step, over all processes.")
-@click.option("--micro-batch", type=_POSITIVE, metavar="M", help="Samples of one forward and backward.")
+@click.option(
+    "--micro-batch",
+    metavar="M",
+    callback=_micro_batch,
+    help="Samples of one forward and backward; auto: as many as fit the memory, by trial.",
+)
+@click.option("--memory", metavar="SIZE", callback=_memory, help="What a process may use, for auto: 2GiB.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="S", help="Seed of sample order and randomness.")
 @click.option(
     "--run",
@@ -121,7 +144,8 @@ def run(
     words: list[str],
     processes: int | str | None,
     global_batch: int | None,
-    micro_batch: int | None,
+    micro_batch: int | str | None,
+    memory: int | None,
     seed: int | None,
     run_directory: str | None,
     exact: bool | None,
@@ -158,6 +182,7 @@ def run(
         run=str(paths.root),
         global_batch=global_batch,
         micro_batch=micro_batch,
+        memory=memory,
         seed=seed,
         exact=exact,
         backend=backend,

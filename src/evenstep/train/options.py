@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from evenstep.environment import Settings
+from evenstep.environment import AUTO, Settings, memory_size
 from evenstep.errors import UsageError
 from evenstep.plan.grid import grid
 from evenstep.train.precision import PRECISIONS
@@ -15,7 +15,7 @@ class Options:
     """Checked options of a run."""
 
     global_batch: int
-    micro_batch: int
+    micro_batch: int | str  # or "auto"
     seed: int
     exact: bool
     backend: str
@@ -33,6 +33,7 @@ class Options:
     split: int = 1
     precision: str = "fp32"
     batchnorm: str = "exact"
+    memory: int | str | None = None  # bytes, once they are chosen
     loaders: int | None = None
     stop_after: int | None = None
     trace_step: int | None = None
@@ -47,35 +48,49 @@ def choose(settings: Settings, script: Options, world_size: int) -> Options:
 
     both = {field.name for field in fields(Options)} & {field.name for field in fields(Settings)}
     chosen = replace(script, **{name: first(name) for name in both})  # type: ignore[arg-type]
+    if chosen.memory is not None:
+        chosen = replace(chosen, memory=memory_size(chosen.memory, "memory"))
     for name, least in (
         ("global_batch", 1), ("micro_batch", 1), ("seed", 0), ("threads", 1), ("keep", 1),
         ("stages", 1), ("thread_replicas", 1), ("split", 1),
     ):  # fmt: skip
-        _whole(name, getattr(chosen, name), least)
+        if (name, getattr(chosen, name)) != ("micro_batch", AUTO):
+            _whole(name, getattr(chosen, name), least)
     if chosen.replicas is not None:
         _whole("replicas", chosen.replicas, 1)
     _check_batchnorm(chosen)
-    computing = grid(world_size, stages=chosen.stages, shard=chosen.shard, replicas=chosen.replicas)
-    workers = world_size // computing.stages * chosen.thread_replicas
     if chosen.precision not in PRECISIONS:
         raise UsageError(f"precision={chosen.precision!r}, expected one of {', '.join(PRECISIONS)}")
     if chosen.checkpoint_every is not None:
         _whole("checkpoint_every", chosen.checkpoint_every, 1)
-    if chosen.global_batch < chosen.micro_batch:
+    check_micro_batch(chosen, world_size)
+    return chosen
+
+
+def workers(chosen: Options, world_size: int) -> int:
+    """How many compute micro-batches side by side."""
+    computing = grid(world_size, stages=chosen.stages, shard=chosen.shard, replicas=chosen.replicas)
+    return world_size // computing.stages * chosen.thread_replicas
+
+
+def check_micro_batch(chosen: Options, world_size: int) -> None:
+    """UsageError where the micro-batch, if it is known, is too large for the global batch, or there are too few."""
+    micro_batch = 1 if isinstance(chosen.micro_batch, str) else chosen.micro_batch
+    if chosen.global_batch < micro_batch:
         raise UsageError(
             f"global_batch={chosen.global_batch} is smaller than micro_batch={chosen.micro_batch}: a global batch is "
             "made of micro-batches",
             do=f"give micro_batch={chosen.global_batch} or less (--micro-batch), or a larger --global-batch",
         )
-    micro_batches = -(-chosen.global_batch // chosen.micro_batch)
-    if workers > micro_batches:
+    micro_batches = -(-chosen.global_batch // micro_batch)
+    count = workers(chosen, world_size)
+    if count > micro_batches:
         raise UsageError(
             f"{_workers(chosen, world_size)} for {micro_batches} micro-batches (global_batch={chosen.global_batch}, "
             f"micro_batch={chosen.micro_batch}): some would never have anything to do",
             do=f"start at most {micro_batches} of them (--processes, --thread-replicas), or give "
-            f"micro_batch={max(1, chosen.global_batch // workers)} or less (--micro-batch)",
+            f"micro_batch={max(1, chosen.global_batch // count)} or less (--micro-batch)",
         )
-    return chosen
 
 
 def _check_batchnorm(chosen: Options) -> None:

@@ -7,7 +7,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -18,10 +20,13 @@ from evenstep.errors import EvenstepError, IdentityError, MachineError, UsageErr
 from evenstep.plan.grid import Grid
 from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule, StepPlan
+from evenstep.plan.sizes import micro_batch_sizes
 from evenstep.record.checkpoints import Checkpoints
+from evenstep.record.identity import read_identity, write_identity
 from evenstep.record.paths import RunPaths
 from evenstep.record.publish import write_whole
 from evenstep.train import collectives
+from evenstep.train.auto import Search
 from evenstep.train.checkpoint import Saved, State
 from evenstep.train.data import Reader, shares
 from evenstep.train.dataset import checked_dataset, choose_order
@@ -31,11 +36,12 @@ from evenstep.train.layout import lay_out
 from evenstep.train.models import Models
 from evenstep.train.norm import clip_
 from evenstep.train.optimizers import OptimizerWatch
-from evenstep.train.options import Options
+from evenstep.train.options import Options, workers
 from evenstep.train.precision import Precision
 from evenstep.train.progress import plan_lines
 from evenstep.train.randomness import Randomness, key
-from evenstep.train.samples import probe
+from evenstep.train.samples import MicroBatch, probe
+from evenstep.train.statistics import needs_several
 from evenstep.train.step import Step
 from evenstep.train.steps import Loop, Steps
 from evenstep.train.trace import Trace
@@ -145,20 +151,27 @@ class Run:
         checked_dataset(data)
         chosen = choose_order(data, seed=self._options.seed, shuffle=shuffle, order=order, weights=weights)
         options = self._options
-        schedule = Schedule(chosen.length, options.global_batch, options.micro_batch, epochs, steps, drop_last)
+        size = 1 if isinstance(options.micro_batch, str) else options.micro_batch  # 1 until it is chosen
+        schedule = Schedule(chosen.length, options.global_batch, size, epochs, steps, drop_last)
 
-        def read(schedule: Schedule, first: int) -> Reader:
-            mine = shares(schedule, self._layout.grid, self.rank, first)
+        def read(mine: Iterable[MicroBatch], loaders: int) -> Reader:
             pin = self.device.type == "cuda"
-            count = loaders if options.loaders is None else options.loaders
             return Reader(
-                data, chosen, mine, seed=options.seed, rank=self.rank, collate=collate, loaders=count, pin=pin
+                data, chosen, mine, seed=options.seed, rank=self.rank, collate=collate, loaders=loaders, pin=pin
             )
 
-        loop = Loop(self._begin_loop, read, self._begin_step, self._after_step, self._finish)
-        self._data = data
+        def read_share(first: int) -> Reader:
+            return read(self._share(first), loaders if options.loaders is None else options.loaders)
+
+        loop = Loop(self._begin_loop, read_share, self._begin_step, self._after_step, self._finish)
+        self._data, self._read = data, read
         self._steps = Steps(schedule, chosen, loop)
         return self._steps
+
+    def _share(self, first: int) -> Iterator[MicroBatch]:
+        """What this process reads, from step `first` on. Nothing is cut before the first of it is asked for."""
+        assert self._steps is not None
+        yield from shares(self._steps.schedule, self._layout.grid, self.rank, first)
 
     def restore(self, **things: Any) -> State:
         """Say what a checkpoint holds, and load the newest one if the run directory has any.
@@ -243,7 +256,7 @@ class Run:
 
     def _evaluation(self) -> dict[str, Any]:
         return {
-            "micro_batch": self._options.micro_batch,
+            "micro_batch": self._micro_batch(),
             "randomness": self._randomness,
             "meeting": self._meeting,
             "grid": Grid(self.world_size, self._layout.grid.stages),
@@ -252,6 +265,14 @@ class Run:
             "computing": self._precision.computing,
             "step": self._done + (self._open_step is not None),
         }
+
+    def _micro_batch(self) -> int:
+        if isinstance(self._options.micro_batch, str):
+            raise UsageError(
+                'an evaluation before the first step.backward, where micro_batch="auto" is chosen',
+                do="evaluate after it, or give a number (--micro-batch N)",
+            )
+        return self._options.micro_batch
 
     # ---- collectives
 
@@ -375,6 +396,8 @@ class Run:
             backend=backend,
             exact=self._options.exact,
         )
+        if isinstance(self._options.micro_batch, str):
+            lines = ["the micro-batch is chosen at the first step.backward, by trial"]
         said = self._precision.plan_line([p for _, p in self._models.parameters()])
         lines += [said] if said else []
         lines += self._layout.plan
@@ -393,8 +416,17 @@ class Run:
     def _begin_step(self, plan: StepPlan, batches: Iterator[Any]) -> Step:
         self._epoch = plan.epoch
         self._randomness.begin_step(plan.number)
+        open_yet = isinstance(self._options.micro_batch, str)
         step = Step(
-            plan, batches, self._models, self._layout, self._randomness, self._meeting, self.device, self._precision
+            plan,
+            batches,
+            self._models,
+            self._layout,
+            self._randomness,
+            self._meeting,
+            self.device,
+            self._precision,
+            partial(self._choose_micro_batch, plan) if open_yet else None,
         )
         self._open_step = plan, step
         if plan.number == self._options.trace_step:
@@ -402,6 +434,40 @@ class Run:
             step.trace.begin(plan.number, self._options.exact)
         self._optimizers.step = step
         return step
+
+    def _choose_micro_batch(
+        self, plan: StepPlan, compute: Callable[[Any], None], models: Sequence[nn.Module], site: str
+    ) -> StepPlan:
+        """Tries what fits, by `compute(batch)`, and cuts this step and all later ones accordingly."""
+        assert self._steps is not None
+        options, schedule = self._options, self._steps.schedule
+
+        def trial(size: int) -> None:
+            with self._read([MicroBatch(plan.number, plan.epoch, 0, plan.start, plan.start + size)], 0) as reader:
+                _, batch = next(reader)
+            compute(batch)
+
+        parameters = [p for _, p in self._models.parameters(models)]
+        buffers = list(self._models.buffers(models).values())
+        search = Search(trial, parameters, buffers, lambda size: -(-plan.samples // size), options, self.device)
+        sizes = micro_batch_sizes(
+            plan.samples,
+            workers(options, self.world_size),
+            several=any(map(needs_several, self._models.modules(models).values())),
+            last=schedule.samples_per_epoch % options.global_batch,
+        )
+        choice = search.choose(sizes, self._meeting, site)
+        self._options = replace(options, micro_batch=choice.size)
+        self._steps.schedule = replace(schedule, micro_batch=choice.size)
+        if self.rank == 0:
+            write_identity(
+                self._paths.identity, {**(read_identity(self._paths.identity) or {}), "micro_batch": choice.size}
+            )
+        need = choice.need
+        self._journal.emit("micro-batch", size=need.size, trial=need.trial, room=need.room, limit=need.limit)
+        for line in [choice.line(), *self._plan(self._steps.schedule)[1:]]:
+            self._journal.say(line)
+        return self._steps.schedule.step(plan.number)
 
     def _after_step(self, plan: StepPlan, step: Step) -> None:
         """The loop's body is done: the optimizer has stepped."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from evenstep.environment import read_settings, read_world
+from evenstep.environment import AUTO, read_settings, read_world
 from evenstep.errors import IdentityError, MachineError
 from evenstep.record.identity import differences, read_identity, write_identity
 from evenstep.record.paths import RunPaths, new_run_directory
-from evenstep.train.options import Options, choose
+from evenstep.train.auto import refuse_auto
+from evenstep.train.options import Options, check_micro_batch, choose
 from evenstep.train.randomness import key, seed_generators
 from evenstep.train.run import Run
 from evenstep.train.world import (
@@ -30,7 +33,7 @@ _current: Run | None = None
 def start(
     *,
     global_batch: int,
-    micro_batch: int | None = None,
+    micro_batch: int | str | None = None,
     seed: int = 0,
     run: str | os.PathLike[str] | None = None,
     exact: bool = True,
@@ -48,6 +51,7 @@ def start(
     split: int = 1,
     precision: str = "fp32",
     batchnorm: str = "exact",
+    memory: int | str | None = None,
 ) -> Run:
     """Begin a run. The layout comes from the launcher; a script started with plain `python` is one process.
 
@@ -55,6 +59,9 @@ def start(
 
     global_batch: samples of one optimizer step, over all processes.
     micro_batch: samples of one forward and backward (default: the whole global batch, which only one process can do).
+        "auto": as many as fit the memory, found by trial at the first step.backward; the number is then part of the
+        run's identity, and a resume takes it.
+    memory: what a process may use, for micro_batch="auto": bytes, or "2GiB". The CPU needs it; a GPU's is known.
     seed: of everything that is random. The generators of torch, numpy and random are seeded with it now.
     run: the run directory; a new one under runs/ by default. One that holds checkpoints is gone on with.
     exact: the same bits on every layout. False: the backend's own all-reduce and any kernel; equal to rounding.
@@ -102,6 +109,7 @@ def start(
         split=split,
         precision=precision,
         batchnorm=batchnorm,
+        memory=memory,
     )
     options = choose(read_settings(os.environ), asked, world.world_size)
     used = check_backend(options.backend)
@@ -121,6 +129,9 @@ def start(
     said.update(identity(ground.device))
     check_same(ground, {**said, "backend": used})
     paths = _run_directory(ground, options)
+    if options.micro_batch == AUTO:
+        options = _with_recorded(ground, paths, options)
+        said["micro_batch"] = options.micro_batch
     _check_identity(ground, paths, said, options.allow_other_identity)
     seed_generators(key(options.seed, "start"))
     _current = Run(options, ground, paths, put_back)
@@ -143,6 +154,21 @@ def _run_directory(ground: Ground, options: Options) -> RunPaths:
             answer["failed"], do="name a writable place, or make room there: --run DIR, or start(run=...)"
         )
     return RunPaths(Path(answer["root"]))
+
+
+def _with_recorded(ground: Ground, paths: RunPaths, options: Options) -> Options:
+    """With the micro-batch that the run directory was made with, if one was chosen. UsageError if none can be."""
+    said = None
+    if ground.world.rank == 0:
+        with suppress(IdentityError):  # it is told later
+            said = (read_identity(paths.identity) or {}).get("micro_batch")
+    recorded = ground.meeting.say("evenstep.start", said, site="")[0]
+    if isinstance(recorded, int):
+        options = replace(options, micro_batch=recorded)
+        check_micro_batch(options, ground.world.world_size)
+    else:
+        refuse_auto(options, ground.device)
+    return options
 
 
 def _check_identity(ground: Ground, paths: RunPaths, now: dict[str, str | int | bool | None], allow: bool) -> None:

@@ -321,6 +321,11 @@ def mixes_samples(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and module.running_mean is None and module.running_var is None
 
 
+def needs_several(module: nn.Module) -> bool:
+    """Whether the layer, in the mode that it is in, normalises over the samples of its batch."""
+    return isinstance(module, _BatchNorm) and (module.training or mixes_samples(module))
+
+
 # ---- what is refused
 
 

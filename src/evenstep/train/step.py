@@ -40,6 +40,9 @@ from evenstep.train.synchronised import working
 from evenstep.train.trace import Trace, traced
 from evenstep.train.whole import Second, Whole
 
+Choose = Callable[[Callable[[Any], None], Sequence[nn.Module], str], StepPlan]
+"""From what does the passes over a batch, its models, and the line of the user's code, to the step in micro-batches."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -71,20 +74,44 @@ class Step:
         meeting: Meeting,
         device: torch.device,
         precision: Precision,
+        choose: Choose | None,
     ) -> None:
+        """`choose`: the micro-batch is chosen at the first call of backward."""
         self.number, self.epoch, self.ends_epoch, self.samples = plan.number, plan.epoch, plan.ends_epoch, plan.samples
         self.result: Result | None = None  # of the last call of backward
         self.stepped = False  # an optimizer has used it
         self._over = False
-        self._plan = plan
-        self._share = layout.grid.leaves(plan.micro_batches, meeting.rank)
-        self._to_read = layout.grid.read(plan.micro_batches, meeting.rank)
         self._source = batches
         self._read: list[Any] = []
         self._models, self._layout, self._randomness = models, layout, randomness
         self._meeting, self._device, self._precision = meeting, device, precision
         self._calls = 0
+        self._choose = choose
         self.trace: Trace | None = None  # of this step, where it is asked for
+        self._cut(plan)
+
+    def _cut(self, plan: StepPlan) -> None:
+        """Into micro-batches, of which this process has some."""
+        self._plan = plan
+        self._share = self._layout.grid.leaves(plan.micro_batches, self._meeting.rank)
+        self._to_read = self._layout.grid.read(plan.micro_batches, self._meeting.rank)
+
+    def _chosen(self, loss_of: Callable[[Any], torch.Tensor], models: Sequence[nn.Module], site: str) -> None:
+        """Chooses the micro-batch, where that is still to be done. `loss_of(batch)` is what is tried."""
+        if self._choose is None:
+            return
+
+        def compute(batch: Any) -> None:
+            self._layout.statistics.watch(self._models.modules().items())
+            with self._randomness.keyed(), self._layout.statistics.active():
+                self._randomness.begin_micro_batch(self.number, 0, 0)
+                with torch.enable_grad(), self._precision.computing():
+                    loss = loss_of(to_device(batch, self._device))
+                if loss.requires_grad:
+                    loss.backward()
+
+        self._cut(self._choose(compute, models, site))
+        self._choose = None
 
     def backward(self, loss_fn: LossFn, *models: nn.Module) -> Result:
         """Put the mean gradient of the global batch into `.grad` of every parameter (added to what is there, as
@@ -105,6 +132,7 @@ class Step:
         call = self._calls
         self._calls += 1
         site = call_site()
+        self._chosen(lambda batch: leaf(loss_fn(*chosen, batch), 0).total, chosen, site)
         return self._do(lambda: Work(self, loss_fn, chosen, call, site), chosen)
 
     def backward_whole(self, embed_fn: Callable[..., Any], loss_fn: Callable[..., Any], *models: nn.Module) -> Result:
@@ -124,6 +152,7 @@ class Step:
         self._calls += 1
         site = call_site()
         whole = Whole(self, embed_fn, loss_fn, chosen, call, site)
+        self._chosen(whole.trial, chosen, site)
         return self._do(lambda: Work(self, embed_fn, chosen, call, site, whole.differentiate()), chosen)
 
     def _do(self, work: Callable[[], Work], models: Sequence[nn.Module]) -> Result:
@@ -194,6 +223,8 @@ class Step:
 
     def _batch(self, index: int, device: torch.device | None = None) -> Any:
         """Micro-batch `index` of those that this process reads, on the device (the run's)."""
+        if self._choose is not None:
+            raise _not_chosen("step.total was called")
         count = self._to_read.index(index) + 1
         self._read_to(count)
         return to_device(self._read[count - 1], device or self._device)
@@ -205,6 +236,8 @@ class Step:
 
     def _close(self) -> None:
         """What the loop's body did not read is read now: the next step's micro-batches come after it."""
+        if self._choose is not None:
+            raise _not_chosen(f"step {self.number} ended")
         self._read_to(len(self._to_read))
         self._read.clear()
         self._over = True
@@ -214,6 +247,13 @@ class Step:
             raise UsageError(
                 f"step {self.number} is over: the loop has gone on", do="use a step inside its own turn of the loop"
             )
+
+
+def _not_chosen(what: str) -> UsageError:
+    return UsageError(
+        f'{what} before the first step.backward, where micro_batch="auto" is chosen',
+        do="call step.backward before, or give a number (--micro-batch N)",
+    )
 
 
 class _OnlyInTraining(Exception):

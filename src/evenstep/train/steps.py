@@ -22,7 +22,7 @@ class Loop:
     """What a run does around each step."""
 
     begin: Callable[[Schedule, Order], int]  # returns the first step to do
-    read: Callable[[Schedule, int], Any]  # a Reader of this process's micro-batches, from that step on
+    read: Callable[[int], Any]  # a Reader of this process's micro-batches, from that step on
     step: Callable[[StepPlan, Iterator[Any]], Step]
     after: Callable[[StepPlan, Step], None]
     finish: Callable[[], None]
@@ -53,7 +53,7 @@ class Steps:
         return self._steps(first)
 
     def _steps(self, first: int) -> Iterator[Step]:
-        with self._loop.read(self.schedule, first) as reader:
+        with self._loop.read(first) as reader:
             batches = map(itemgetter(1), reader)  # unlike a generator's, its end is not that of the first error
             for number in range(first, len(self.schedule)):
                 plan = self.schedule.step(number)

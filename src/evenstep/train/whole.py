@@ -112,6 +112,11 @@ class Whole:
         self._first = step.number == step._models.first_step and call == 0
         self._embeddings: dict[int, Nest] | None = None  # of all micro-batches, on every process
 
+    def trial(self, batch: Any) -> Tensor:
+        """For a look at what the second pass of a micro-batch needs."""
+        floats = [t for t in tensors(_plain(self._embed_fn(*self._models, batch))) if t.is_floating_point()]
+        return torch.stack([t.float().sum() for t in floats]).sum()
+
     def differentiate(self) -> Second:
         """The first pass (once), and the loss with its gradients at the scale of now."""
         step = self._step
