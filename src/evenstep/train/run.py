@@ -33,7 +33,7 @@ from evenstep.train.dataset import checked_dataset, choose_order
 from evenstep.train.evaluate import evaluate, predict
 from evenstep.train.journal import Journal
 from evenstep.train.layout import lay_out
-from evenstep.train.models import Models
+from evenstep.train.models import Models, buffers
 from evenstep.train.norm import clip_
 from evenstep.train.optimizers import OptimizerWatch
 from evenstep.train.options import Options, workers
@@ -448,8 +448,8 @@ class Run:
             compute(batch)
 
         parameters = [p for _, p in self._models.parameters(models)]
-        buffers = list(self._models.buffers(models).values())
-        search = Search(trial, parameters, buffers, lambda size: -(-plan.samples // size), options, self.device)
+        held = list(buffers(self._models.named(models)).values())
+        search = Search(trial, parameters, held, lambda size: -(-plan.samples // size), options, self.device)
         sizes = micro_batch_sizes(
             plan.samples,
             workers(options, self.world_size),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from evenstep.errors import LossError, PeerFailed, UsageError
 from evenstep.train.batch import tensors, to_device
+from evenstep.train.casts import no_cast_cache
 from evenstep.train.loss import naming_nondeterministic
 from evenstep.train.models import buffers
 from evenstep.train.purity import Untouched, refuse_strangers
@@ -129,6 +130,7 @@ class Whole:
             step._randomness.keyed(),
             step._layout.statistics.active(),  # and nothing counts: the second pass does
             naming_nondeterministic(self._first),
+            no_cast_cache(),
         ):
             if self._embeddings is None:
                 self._embeddings = self._gathered(lambda: self._own(untouched))
