@@ -154,6 +154,7 @@ def test_a_failing_loss_is_told_to_all(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"memory": None}, r"on the CPU, and no limit.*\n.*--memory 2GiB"),
+        ({"batchnorm": "sync"}, "not offered with --batchnorm sync"),
         ({"memory": "a lot"}, "memory='a lot' is no amount of memory"),
         ({"micro_batch": "all"}, "micro_batch='all', expected a whole number"),
     ],
