@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from evenstep.errors import CheckpointError, MismatchError, UsageError
+from evenstep.errors import CheckpointError, MismatchError, PeerFailed, UsageError
 from evenstep.train.pieces import piece
 from evenstep.train.state import Stored
 from tests.ranks import run_ranks
@@ -214,6 +214,24 @@ def test_a_failed_disk_is_told_to_all_and_nobody_waits(name: str, tmp_path: Path
 def _full(path: Path, entries: object, data: Any) -> None:
     next(data)
     raise OSError(28, "No space left on device")
+
+
+def test_a_process_that_has_gone_is_told(tmp_path: Path) -> None:
+    """The others do not wait for the tensors that it would have sent, and nothing of the checkpoint is left."""
+
+    def gone(*_: object, **__: object) -> None:
+        raise KeyError("gone")
+
+    def work() -> None:
+        with ranks_of("stages 3") as rank, pytest.MonkeyPatch.context() as patch:
+            training = Training("stages 3", rank, tmp_path)
+            if rank == 2:
+                patch.setattr(dist, "send", gone)
+            with pytest.raises({0: PeerFailed, 1: (PeerFailed, KeyError), 2: KeyError}[rank]):  # type: ignore[call-overload]
+                training.save()
+
+    run_ranks(work, 3)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_no_process_holds_more_than_its_own_and_one_part(tmp_path: Path) -> None:
