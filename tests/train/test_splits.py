@@ -242,7 +242,7 @@ def test_no_process_holds_more_than_its_own_and_one_part(tmp_path: Path) -> None
     def received(buffer: Tensor, **more: Any) -> None:
         live[0] += buffer.numel()
         live[1] = max(live)
-        weakref.finalize(buffer, freed, buffer.numel())
+        weakref.finalize(buffer.untyped_storage(), freed, buffer.numel())  # the memory, not what looks at it
         recv(buffer, **more)
 
     def freed(size: int) -> None:
