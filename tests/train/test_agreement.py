@@ -48,14 +48,15 @@ SIZES = {"a": (90, 100), "b": (3, 4), "c": (), "d": (5000,), "e": (0, 3)}
 @given(st.data())
 def test_any_processes_may_have_any_tensors(data: st.DataObject) -> None:
     values = {name: torch.randn(shape) for name, shape in SIZES.items()}
-    whole: dict[str, Any] = {"model": values, "state": {i: {"sum": value + 1, "n": i} for i, value in enumerate(values.values())}}
+    state = {i: {"sum": value + 1, "n": i} for i, value in enumerate(values.values())}
+    whole: dict[str, Any] = {"model": values, "state": state}
     world_size: int = data.draw(st.integers(1, 4))
     trees = []
     for rank in range(world_size):
         mine: set[str] = data.draw(st.sets(st.sampled_from(sorted(SIZES)))) if rank else set(SIZES)
         model = {name: value if name in mine else meta(value) for name, value in values.items()}
-        state = {i: whole["state"][i] if name in mine else ELSEWHERE for i, name in enumerate(values)}
-        trees.append({"model": model, "state": state})
+        known = {i: state[i] if name in mine else ELSEWHERE for i, name in enumerate(values)}
+        trees.append({"model": model, "state": known})
     trees = data.draw(st.permutations(trees))
     found = together(trees)
     assert set(found) == {Agreed(fingerprint(whole), any(tree["state"] != whole["state"] for tree in trees))}

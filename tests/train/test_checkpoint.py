@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
@@ -420,3 +421,44 @@ def test_complex_parameters_are_left_out_of_the_model_file_and_said(tmp_path: Pa
 def test_a_checkpoint_records_its_fingerprint(tmp_path: Path) -> None:
     found = Script().train(tmp_path)
     assert Checkpoints(RunPaths(tmp_path)).about(8)["fingerprint"] == found[-1]
+
+
+# ---- what trains alone is saved
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_adapter_is_saved_without_its_base(world_size: int, tmp_path: Path) -> None:
+    def train(directory: Path, base: int = 0, stop: int | None = None) -> str:
+        with begin(directory) as run:
+            model = net()
+            with torch.no_grad():
+                model.get_parameter("0.weight").add_(base)
+            model.get_submodule("0").requires_grad_(False)
+            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+            run.prepare(model, save="trained")
+            run.prepare(average, save="trained")
+            optimizer = adam(p for p in model.parameters() if p.requires_grad)
+            steps = run.steps(DATA, epochs=2)
+            run.restore(model=model, optimizer=optimizer, average=average)
+            for step in steps:
+                step.backward(loss_fn, model)
+                if step.number == stop:
+                    run._close(failed=True)
+                    return ""
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update_parameters(model)
+        return fingerprints(run)[-1]
+
+    whole = train(tmp_path / "whole")
+    run_ranks(train, 3 - world_size, tmp_path / "cut", 0, 5)
+    with pytest.raises(CheckpointError, match="goes with other base weights of model"):
+        run_ranks(train, world_size, tmp_path / "cut", 1)
+    assert run_ranks(train, world_size, tmp_path / "cut") == [whole] * world_size
+    model = load_file(tmp_path / "cut" / "model.safetensors")
+    trained = {"2.weight", "2.bias"}
+    assert {n for n in model if n.startswith("Sequential")} == {f"Sequential.{n}" for n in trained}
+    paths = RunPaths(tmp_path / "cut")
+    assert paths.model.stat().st_size < 2000
+    kept = load_file(paths.checkpoint(8) / "tensors.safetensors").keys()
+    assert {n for n in kept if n.startswith("objects.model.")} == {f"objects.model.{n}" for n in trained}

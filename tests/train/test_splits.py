@@ -339,10 +339,10 @@ def test_a_checkpoint_of_what_trains_goes_with_its_base(tmp_path: Path) -> None:
         assert set(run_ranks(work, GRIDS[name].processes, name, "save")) == {whole}
         assert files(tmp_path) == before
         assert set(run_ranks(work, GRIDS[name].processes, name, "resume")) == {whole}
-        with pytest.raises(CheckpointError, match="goes with other base weights of model"):
-            run_ranks(work, GRIDS[name].processes, name, "other base")
-        with pytest.raises(CheckpointError, match="holds model as prepared with save='trained', now"):
-            run_ranks(work, GRIDS[name].processes, name, "all")
+    with pytest.raises(CheckpointError, match="goes with other base weights of model"):
+        run_ranks(work, 2, "shard 2", "other base")
+    with pytest.raises(CheckpointError, match="holds model as prepared with save='trained', now"):
+        run_ranks(work, 2, "stages 2", "all")
     kept = load_file(tmp_path / "checkpoints" / "step-0000000001" / "tensors.safetensors").keys()
     assert {n for n in kept if n.startswith("objects.model.frozen")} == set()
     assert {"objects.model.wide.weight", "objects.model.norm.running_mean"} < kept

@@ -49,11 +49,12 @@ class Models:
             raise UsageError(f"{lazy[0]} has no shape yet (a lazy module)", do="run one forward before prepare")
         self._check_equal(model, f"{type(model).__name__}, number {len(self.all)}")
         self._randomness.key_blocks(model, str(len(self.all)))
-        if save == "trained":
-            named = model.named_parameters(remove_duplicate=False)
-            self._base[id(model)] = frozenset(name for name, p in named if not p.requires_grad)
-        self._kinds.append(type(model).__name__)
+        kind = type(model).__name__
+        frozen = frozenset(n for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad)
         self._place(model, stages)
+        self._kinds.append(kind)
+        if save == "trained":
+            self._base[id(model)] = frozen
         self.all.append(model)
         return model
 
