@@ -17,12 +17,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
-from evenstep.errors import CheckpointError, MismatchError, UsageError
+from evenstep.errors import CheckpointError, MachineError, MismatchError, UsageError
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
 from evenstep.train.agreement import Share, agree, by_path, share
 from evenstep.train.fingerprint import fingerprint
 from evenstep.train.run import Run
+from evenstep.train.tensor_file import write_tensors
 from evenstep.train.weights import save_model
 from tests.ranks import run_ranks
 from tests.train.scripts import fingerprints, training_run
@@ -462,3 +463,41 @@ def test_an_adapter_is_saved_without_its_base(world_size: int, tmp_path: Path) -
     assert paths.model.stat().st_size < 2000
     kept = load_file(paths.checkpoint(8) / "tensors.safetensors").keys()
     assert {n for n in kept if n.startswith("objects.model.")} == {f"objects.model.{n}" for n in trained}
+
+
+# ---- processes that hold parts of the model
+
+
+def test_stages_are_all_told_of_a_disk_that_failed_at_the_end(tmp_path: Path) -> None:
+    def full(path: Path, entries: Any, data: Any) -> None:
+        if path.parent.name.startswith(".step-0000000008"):
+            raise OSError(28, "No space left on device", str(path))
+        write_tensors(path, entries, data)
+
+    def train(directory: Path, stages: int, breaks: bool) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            if breaks:
+                patch.setattr("evenstep.train.checkpoint.write_tensors", full)
+            run = begin(directory, stages=stages)
+            model = run.prepare(net())
+            optimizer = adam(model.parameters())
+            steps = run.steps(DATA, epochs=2)
+            run.restore(model=model, optimizer=optimizer)
+            try:
+                for step in steps:
+                    step.backward(loss_fn)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            except MachineError as error:
+                run._close(failed=True)
+                return str(error)
+            run.close()
+        return fingerprints(run)[-1]
+
+    whole = train(tmp_path / "whole", 1, False)
+    told = run_ranks(train, 2, tmp_path / "cut", 2, True)
+    assert told[0] == told[1]
+    assert "the last checkpoint could not be written" in told[0]
+    assert run_ranks(train, 2, tmp_path / "cut", 2, False) == [whole] * 2
+    for name in ("model.safetensors", "checkpoints/step-0000000008/tensors.safetensors"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
