@@ -63,6 +63,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return train_batchnorm(tmp_path_factory.mktemp("alone"), global_batch=20, micro_batch=3)
 
 
+def test_thread_replicas_have_the_same_fingerprint(alone: list[str], tmp_path: Path) -> None:
+    assert train_batchnorm(tmp_path / "run", global_batch=20, micro_batch=3, thread_replicas=2) == alone
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_step_has_the_same_fingerprint(world_size: int, alone: list[str], tmp_path: Path) -> None:
     """On 3 and 4 processes the last step leaves shares of different lengths; a micro-batch has 2 samples."""
@@ -110,9 +114,9 @@ def updated(old: Tensor, found: list[Tensor], sizes: list[int], momentum: float)
 
 @pytest.mark.parametrize("momentum", [0.1, 0.3, None])
 def test_running_statistics_follow_torchs_formulas(tmp_path: Path, momentum: float | None) -> None:
-    """Once a step, not once a micro-batch; the mean of the micro-batches' variances. Steps of 4 and, at last, 2 leaves
-    of 3, 3, 3, 2 and 3, 2 samples."""
-    rows = torch.randn(16, 6) * 3 + 5
+    """Once a step, not once a micro-batch; the mean of the micro-batches' variances. Steps of 4 and, at last, 3 leaves
+    of 3, 3, 3, 2 and 3, 3, 2 samples."""
+    rows = torch.randn(19, 6) * 3 + 5
     data = torch.utils.data.TensorDataset(rows)
     with begin(tmp_path, global_batch=11) as run:
         model = run.prepare(nn.BatchNorm1d(6, momentum=momentum))
@@ -577,6 +581,9 @@ def test_copies_of_a_model_collect_side_by_side_in_threads() -> None:
                     own(leaf(i))
 
     with main.active():
+        alone = copy.deepcopy(model)
+        alone(leaf(0))  # of nobody's: as in plain torch
+        assert count(alone[1]) == 1
         running = [threading.Thread(target=compute, args=(which,)) for which in range(threads)]
         for thread in running:
             thread.start()
