@@ -39,6 +39,11 @@ def pinned(batch: Any) -> Any:
     return _rebuilt(batch, pin)
 
 
+def map_tensors(nest: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`nest` with `change(tensor)` in place of each tensor: in dict, list, tuple, namedtuple, dataclass."""
+    return _rebuilt(nest, lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else None)
+
+
 def tensors(batch: Any) -> list[torch.Tensor]:
     """The tensors in `batch`, in order: those in dict, list, tuple, namedtuple and dataclass, however deep."""
     if isinstance(batch, torch.Tensor):

@@ -6,7 +6,7 @@ in the same tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,9 @@ from evenstep.plan.grid import Grid, grid
 from evenstep.train.lockstep import Alone, Lockstep
 from evenstep.train.meeting import Meeting
 from evenstep.train.norm import Folds
-from evenstep.train.options import Options
+from evenstep.train.options import Asked, Options
 from evenstep.train.parallel import replicas
+from evenstep.train.parallel.split import Splits
 from evenstep.train.parallel.stages import Stages
 from evenstep.train.parallel.threads import ThreadReplicas
 from evenstep.train.reduce import Named, Reducer
@@ -38,8 +39,8 @@ class Layout:
 
     grid: Grid
     exact: bool
-    place: Callable[[nn.Module, Sequence[str] | None], None]
-    """Puts a prepared model where this layout wants it; once for each model. The names say where stages begin."""
+    place: Callable[[nn.Module, Asked], None]
+    """Puts a prepared model where this layout wants it; once for each model."""
     own: Callable[[Named], Named]
     """Of some parameters of the models, those whose gradients this process's `reducer` sums."""
     reducer: Reducer
@@ -65,17 +66,21 @@ class Layout:
 def lay_out(options: Options, ground: Ground) -> Layout:
     """The layout that the options ask for. UsageError, before anything is computed, for one that cannot be had."""
     cut = grid(ground.world.world_size, stages=options.stages, shard=options.shard, replicas=options.replicas)
-    asked = {
-        "--shard": options.shard,
-        "--split": options.split > 1,
-    }
-    for name in (name for name, wanted in asked.items() if wanted):
-        raise UsageError(f"{name} is not there yet")
     if options.thread_replicas > 1 and (options.stages > 1 or options.shard):
         raise UsageError(
             f"--thread-replicas together with {'--shard' if options.shard else '--stages'} is not offered",
             do="start more processes instead (--processes)",
         )
+    if options.split > 1 and (options.stages > 1 or options.shard):
+        raise UsageError(
+            f"--split together with {'--shard' if options.shard else '--stages'} is not offered",
+            do="start more processes instead (--processes), of one device each",
+        )
+    asked = {
+        "--shard": options.shard,
+    }
+    for name in (name for name, wanted in asked.items() if wanted):
+        raise UsageError(f"{name} is not there yet")
     if options.stages > 1:
         stages = Stages(cut, ground, options.exact)
         return Layout(
@@ -92,18 +97,27 @@ def lay_out(options: Options, ground: Ground) -> Layout:
             close=_nothing,
             plan=stages.plan,
         )
-    compute, close, plan = replicas.compute, _nothing, []
+    compute, close = replicas.compute, _nothing
+    plan: list[str] = []
+    devices = _devices(options, ground.device)
+    splits = Splits(devices, options.exact, plan)
     if options.thread_replicas > 1:
-        threads = ThreadReplicas(_devices(options, ground.device), options.exact, ground.meeting)
+        threads = ThreadReplicas(devices, options.exact, ground.meeting, splits)
         compute, close = threads.compute, threads.close
-        plan = [f"thread replicas: {options.thread_replicas} in each process"]
+        plan.append(f"thread replicas: {options.thread_replicas} in each process")
     together = _together(ground) if options.batchnorm == "sync" else None
     if together is not None:
         plan.append(together.line())
+
+    def place(model: nn.Module, asked: Asked) -> None:
+        if together is not None:
+            together.convert(model)
+        splits.place(model, asked)
+
     return Layout(
         grid=cut,
         exact=options.exact,
-        place=lambda model, _: _to(model, ground, together),
+        place=place,
         own=lambda named: named,
         reducer=Reducer(ground.world.rank, ground.world.world_size, ground.data, ground.device, options.exact),
         statistics=Statistics(ground.meeting),
@@ -118,16 +132,12 @@ def lay_out(options: Options, ground: Ground) -> Layout:
 
 
 def _devices(options: Options, first: torch.device) -> list[list[torch.device]]:
-    """The devices of each thread replica of this process."""
+    """The devices of each thread replica of this process: one, or those over which it is split."""
+    width = options.split
     if first.type != "cuda":
-        return [[first]] * options.thread_replicas
-    return [[torch.device("cuda", first.index + k)] for k in range(options.thread_replicas)]
-
-
-def _to(model: nn.Module, ground: Ground, together: Together | None) -> None:
-    if together is not None:
-        together.convert(model)
-    model.to(ground.device)
+        return [[torch.device(first.type, k) for k in range(width)] if width > 1 else [first]] * options.thread_replicas
+    devices = [torch.device("cuda", first.index + k) for k in range(options.thread_replicas * width)]
+    return [devices[k : k + width] for k in range(0, len(devices), width)]
 
 
 def _nothing() -> None:

@@ -10,15 +10,14 @@ from torch import nn
 
 from evenstep.errors import UsageError
 from evenstep.train.meeting import Meeting, by_value, ranks_text
+from evenstep.train.options import NOTHING, Asked
 from evenstep.train.randomness import Randomness
 
 
 class Models:
     """The models that were given to `run.prepare`, in that order."""
 
-    def __init__(
-        self, meeting: Meeting, randomness: Randomness, place: Callable[[nn.Module, Sequence[str] | None], None]
-    ) -> None:
+    def __init__(self, meeting: Meeting, randomness: Randomness, place: Callable[[nn.Module, Asked], None]) -> None:
         self.all: list[nn.Module] = []
         self.first_step = 0  # the first step that this process does; its checks are done there
         self._meeting, self._randomness, self._place = meeting, randomness, place
@@ -27,7 +26,7 @@ class Models:
         self._known: dict[int, tuple[nn.Parameter, ...]] = {}
         self._inner: dict[int, list[tuple[str, nn.Parameter]]] = {}
 
-    def prepare(self, model: nn.Module, save: str = "all", stages: Sequence[str] | None = None) -> nn.Module:
+    def prepare(self, model: nn.Module, save: str = "all", asked: Asked = NOTHING) -> nn.Module:
         """Places the model and adopts it. UsageError where it cannot be trained like this."""
         if save not in ("all", "trained"):
             raise UsageError(f"save={save!r}, expected 'all' or 'trained'")
@@ -51,7 +50,7 @@ class Models:
         self._randomness.key_blocks(model, str(len(self.all)))
         kind = type(model).__name__
         frozen = frozenset(n for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad)
-        self._place(model, stages)
+        self._place(model, asked)
         self._kinds.append(kind)
         if save == "trained":
             self._base[id(model)] = frozen

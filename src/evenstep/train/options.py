@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from evenstep.environment import AUTO, Settings, memory_size
 from evenstep.errors import UsageError
@@ -37,6 +39,22 @@ class Options:
     loaders: int | None = None
     stop_after: int | None = None
     trace_step: int | None = None
+
+
+Devices = Sequence[Any] | Mapping[str, Any]
+"""Devices over which a model is balanced, or {name of a submodule: device}. A device: its name, or a torch.device."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a script says in run.prepare of where one model is cut."""
+
+    stages: Sequence[str] | None = None  # names of the first units of all stages but the first
+    devices: Devices | None = None
+    example: Any = None  # what a micro-batch gives to the model
+
+
+NOTHING = Asked()
 
 
 def choose(settings: Settings, script: Options, world_size: int) -> Options:

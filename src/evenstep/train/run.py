@@ -36,7 +36,7 @@ from evenstep.train.layout import lay_out
 from evenstep.train.models import Models, buffers
 from evenstep.train.norm import clip_
 from evenstep.train.optimizers import OptimizerWatch
-from evenstep.train.options import Options, workers
+from evenstep.train.options import Asked, Devices, Options, workers
 from evenstep.train.precision import Precision
 from evenstep.train.progress import plan_lines
 from evenstep.train.randomness import Randomness, key
@@ -89,7 +89,16 @@ class Run:
     # ---- before the loop
 
     @overload
-    def prepare(self, model: M, /, *, save: str = "all", stages: Sequence[str] | None = None) -> M: ...
+    def prepare(
+        self,
+        model: M,
+        /,
+        *,
+        save: str = "all",
+        stages: Sequence[str] | None = None,
+        devices: Devices | None = None,
+        example: Any = None,
+    ) -> M: ...
     @overload
     def prepare(
         self,
@@ -99,9 +108,18 @@ class Run:
         *more: nn.Module,
         save: str = "all",
         stages: Sequence[str] | None = None,
+        devices: Devices | None = None,
+        example: Any = None,
     ) -> tuple[Any, ...]: ...
     def prepare(
-        self, model: nn.Module, /, *more: nn.Module, save: str = "all", stages: Sequence[str] | None = None
+        self,
+        model: nn.Module,
+        /,
+        *more: nn.Module,
+        save: str = "all",
+        stages: Sequence[str] | None = None,
+        devices: Devices | None = None,
+        example: Any = None,
     ) -> Any:
         """Place a model (or several) for this layout. Returns the same module(s), not a wrapper.
 
@@ -114,8 +132,15 @@ class Run:
 
         `stages`: where there are pipeline stages, the name of the first unit of each but the first (by default they are
         of about equal cost). A unit is a child of the model, or an entry of a Sequential or ModuleList in it.
+
+        `devices`: split the model over several devices of this process. A list of devices (`["cuda:0", "cuda:1"]`): the
+        units lie on them in order, balanced by what they take in training; with `example`, what one micro-batch gives
+        to the model (a tensor, a tuple of arguments, or a dict of named ones), their activations are measured too. Or
+        a dict {name of a submodule: device}; the rest lies on the run's device, where batches and losses are. `--split`
+        does it for all models with the devices there are. Several names of the CPU ("cpu:0", "cpu:1") are for tests.
         """
-        prepared = [self._models.prepare(m, save, stages) for m in (model, *more)]
+        asked = Asked(stages, devices, example)
+        prepared = [self._models.prepare(m, save, asked) for m in (model, *more)]
         self._journal.emit("prepare", models=[type(m).__name__ for m in prepared])
         return prepared[0] if not more else tuple(prepared)
 

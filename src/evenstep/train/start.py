@@ -113,7 +113,7 @@ def start(
     )
     options = choose(read_settings(os.environ), asked, world.world_size)
     used = check_backend(options.backend)
-    ground = connect(world, used, choose_device(world, used, options.device))
+    ground = connect(world, used, choose_device(world, used, options.device, options.thread_replicas * options.split))
     said: dict[str, str | int | bool | None] = {
         "global_batch": options.global_batch,
         "micro_batch": options.micro_batch,

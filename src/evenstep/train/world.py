@@ -73,22 +73,25 @@ def check_backend(name: str) -> str:
     return name
 
 
-def choose_device(world: World, backend: str, asked: str | None) -> torch.device:
-    """One device per local rank where there are GPUs and the backend can use them, else the CPU."""
+def choose_device(world: World, backend: str, asked: str | None, width: int = 1) -> torch.device:
+    """The first of `width` GPUs per local rank where there are GPUs and the backend can use them, else the CPU."""
     if asked is not None:
         device = torch.device(asked)
         if asked == "cuda":
-            device = torch.device("cuda", world.local_rank)
+            device = torch.device("cuda", world.local_rank * width)
     elif torch.cuda.is_available() and (backend == "nccl" or world.world_size == 1):
-        device = torch.device("cuda", world.local_rank)
+        device = torch.device("cuda", world.local_rank * width)
     else:
         device = torch.device("cpu")
     if device.type == "cuda":
         count = torch.cuda.device_count()
-        if device.index >= count:
+        last = (device.index or 0) + width - 1
+        if last >= count:
             raise UsageError(
-                f"local rank {world.local_rank} wants GPU {device.index}, and {count} are visible",
-                do=f"start at most {count} processes on this host, or choose --backend gloo",
+                f"local rank {world.local_rank} wants GPU {last}, and {count} are visible",
+                do=f"start at most {count // width} processes on this host, or choose --backend gloo"
+                if width == 1
+                else "start fewer processes, --thread-replicas or --split: together they want more GPUs than there are",
             )
         torch.cuda.set_device(device)
     return device

@@ -20,6 +20,7 @@ from evenstep.plan.grid import Grid, Place
 from evenstep.train.lockstep import Lockstep, Passes
 from evenstep.train.meeting import Meeting, call_site
 from evenstep.train.norm import Folds
+from evenstep.train.options import Asked
 from evenstep.train.parallel import cut as cutting
 from evenstep.train.parallel.pipe import ACROSS, DOWN, UP, Message, Pipe
 from evenstep.train.parallel.units import Flight, Units
@@ -50,14 +51,16 @@ class Stages(Lockstep):
 
     # ---- the model
 
-    def place(self, model: nn.Module, stages: Sequence[str] | None = None) -> None:
+    def place(self, model: nn.Module, asked: Asked) -> None:
         """Cuts the model and keeps this stage's part of it. UsageError where it cannot be cut."""
+        if asked.devices is not None:
+            raise UsageError("devices= together with --stages is not offered", do="choose one of them")
         if self._units is not None:
             raise UsageError(
                 "a second model was prepared, and the stages of a pipeline are cut from one model",
                 do="start without --stages where there are several (a GAN, a moving average)",
             )
-        cut = cutting.cut(model, self.grid.stages, stages)
+        cut = cutting.cut(model, self.grid.stages, asked.stages)
         elsewhere = cutting.place(model, cut, self.stage, self.device)
         self._units = Units(model, cut, self.stage, elsewhere, self.device)
         self.plan += cut.lines()

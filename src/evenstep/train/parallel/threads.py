@@ -23,6 +23,7 @@ from evenstep.train.generators import Own, installed, shared_left_alone
 from evenstep.train.meeting import Meeting
 from evenstep.train.models import modules
 from evenstep.train.parallel.copies import Copies
+from evenstep.train.parallel.split import Splits
 from evenstep.train.reduce import Leaves
 from evenstep.train.statistics import Statistics
 
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 class ThreadReplicas:
     """The replicas of a run. `devices`: for each replica its devices; the first replica's are the models' own."""
 
-    def __init__(self, devices: Sequence[Sequence[torch.device]], exact: bool, meeting: Meeting) -> None:
-        self._devices, self._exact = devices, exact
+    def __init__(
+        self, devices: Sequence[Sequence[torch.device]], exact: bool, meeting: Meeting, splits: Splits
+    ) -> None:
+        self._devices, self._exact, self._splits = devices, exact, splits
         self._statistics = [Statistics(meeting) for _ in devices]  # what each copy's BatchNorm layers see
         self._own = [Own(mine) for mine in devices]
         self._copies: list[Copies] = []
@@ -82,6 +85,9 @@ class ThreadReplicas:
             self._hooked = [set() for _ in self._devices]
             here = self._devices[0]
             self._copies = [Copies(models, dict(zip(here, there, strict=True))) for there in self._devices]
+            for k, copies in enumerate(self._copies):
+                for model, copy in zip(models, copies.models, strict=True):
+                    self._splits.hook(model, copy, k)
             for statistics, copies in zip(self._statistics, self._copies, strict=True):
                 named = zip(work.step._models.names(), copies.models, strict=True)
                 statistics.watch(modules(named).items())
