@@ -1,35 +1,56 @@
 """Proves the scripts of `mistakes/` one after the other, in one process with what they import imported once.
 
-python -m tests.prove.prover FOLDER NAME:LAYOUTS ...   writes {name: proof} as JSON to standard output
+python -m tests.prove.prover FOLDER NAME:LAYOUTS ...   writes a line of JSON for each
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from evenstep.cli.proof_page import proof_json
 from evenstep.launch.local import Script
 from evenstep.launch.warm import Warm
 from evenstep.prove.attempts import Starter
-from evenstep.prove.layouts import LAYOUTS
+from evenstep.prove.layouts import LAYOUTS, ONE
+from evenstep.prove.parting import parting
 from evenstep.prove.proof import prove
 
 MISTAKES = Path(__file__).parent / "mistakes"
 STEPS = 4
+OTHER_HASHES = ("no_mistake", "order_of_a_set")  # which are started with another order of hashes, too
 
 
 def main(folder: Path, asked: list[str]) -> None:
-    proofs = {}
     first = str(MISTAKES / "no_mistake.py")  # all of them import the same packages
-    with Warm(first, as_module=False, hash_seed=1) as warm, Warm(first, as_module=False, hash_seed=2) as other:
+    with ExitStack() as stack:
+        warm, *others = (
+            stack.enter_context(Warm(first, as_module=False, hash_seed=seed))
+            for seed in ((1, 2) if any(one.split(":")[0] in OTHER_HASHES for one in asked) else (1,))
+        )
         for name, layouts in (one.split(":") for one in asked):
             path = str(MISTAKES / f"{name}.py")
-            starter = Starter(Script(path, False, ()), folder / name, warm, lambda: other)
+            other = others[0] if name in OTHER_HASHES else warm
+            starter = Starter(Script(path, False, ()), folder / name, warm, partial(_given, other))
             chosen = [LAYOUTS[layout] for layout in layouts.split(",") if layout]
-            proofs[name] = proof_json(path, STEPS, prove(starter, chosen, STEPS))
-    json.dump(proofs, sys.stdout)
+            found = proof_json(path, STEPS, prove(starter, chosen, STEPS))
+            if name == "no_mistake":
+                found["looks"] = looks(starter)
+            print(json.dumps({"name": name, **found}), flush=True)
+
+
+def _given(warm: Warm) -> Warm:
+    return warm
+
+
+def looks(starter: Starter) -> dict[str, str]:
+    """Where each layout parts from one process in the second step, or why it cannot be had."""
+    one = starter.attempt(ONE, 2, trace_step=1).traces()
+    attempts = {name: starter.attempt(layout, 2, trace_step=1) for name, layout in LAYOUTS.items()}
+    return {name: found.message or parting(one, found.traces()).place for name, found in attempts.items()}
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from tests.launch.launching import (
 )
 from tests.prove.prover import MISTAKES
 
+ROOT = Path(__file__).parent.parent.parent
 ROW = re.compile(r"(\S.*?)  +(\d+|-)  +([0-9a-f]{16}|-)  +(\S.*)")
 
 
@@ -48,6 +49,15 @@ def test_identical_layouts_end_with_zero_and_leave_nothing(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "train.py"]  # neither `runs` nor `end`
     assert (tmp_path / "kept" / "01-1-process" / "logs" / "rank-0.log").exists()
     assert not list((tmp_path / "kept").rglob("finished.json"))
+
+
+@pytest.mark.slow
+def test_nothing_wrong_is_said_about_an_example(tmp_path: Path) -> None:
+    words = ("--layouts", "3,stages,loaders", "--steps", "2", ROOT / "examples" / "digits.py", "--epochs", "3")
+    result = evenstep(tmp_path, "prove", *words)
+    assert result.code == 0, result
+    assert result.out.splitlines()[-1] == "4 layouts, 2 steps: identical"
+    assert len(result.out.splitlines()) == 6
 
 
 @pytest.mark.slow

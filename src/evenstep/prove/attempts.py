@@ -123,6 +123,11 @@ class Starter:
         _refuse_broken(outcome)
         return Attempt(layout, paths, outcome.failure)
 
+    @property
+    def file(self) -> str | None:
+        """The script's file, None for a module."""
+        return None if self._script.as_module else self._script.name
+
     def forget(self, attempts: Sequence[Attempt]) -> None:
         """Remove what they left: it may be large."""
         for one in attempts:

@@ -108,7 +108,7 @@ class _Finder:
                     yield self.at("backward", call=call, micro_batch=i, module=event["module"])
         names = self.differing("gradients", call=call)
         if names:
-            yield self.at("sum", call=call, names=tuple(names))
+            yield self.at("sum", call=call, names=tuple(names), module=names[0].rpartition(".")[0] or None)
 
     def made_by(self, event: Event, call: int, i: int) -> Parting:
         """The module whose own code made the difference: this one for equal input, else the one around it."""

@@ -90,9 +90,12 @@ class _Search:
         else:
             self._add(_row(reference, None))
         if self._rows[0].verdict != "reference":
-            self._findings.append(of_failure(ONE.title, reference.error_type, self._rows[0].reason))
+            self._find(self._failed(self._rows[0]))
             return self._proof()
         for layout in layouts:
+            if layout.resumed and self._steps < 2:
+                self._add(Row(layout, "refused", 0, None, "", "there is no middle to stop in: give --steps 2 or more"))
+                continue
             attempt = self._attempt(layout)
             self._add(_row(attempt, reference.fingerprints))
             self._starter.forget([attempt])
@@ -116,7 +119,7 @@ class _Search:
         """One finding for each kind of layout that differs. One that differs from itself explains all others."""
         for row in self._rows:
             if row.verdict == "failed":
-                self._find(_failed(row))
+                self._find(self._failed(row))
         differing = [row for row in self._rows if row.verdict == "differs"]
         itself = [row for row in differing if row.layout.again]
         seen: set[object] = set()
@@ -130,6 +133,9 @@ class _Search:
         """One finding for each reason and place: another layout may show the same one."""
         if not any((finding.name, finding.module) == (other.name, other.module) for other in self._findings):
             self._findings.append(finding)
+
+    def _failed(self, row: Row) -> Finding:
+        return of_failure(row.layout.title, row.error_type, row.reason, self._starter.file)
 
     def _reason(self, row: Row) -> Finding:
         assert row.parts_at is not None
@@ -173,10 +179,6 @@ def _row(attempt: Attempt, expected: dict[int, str] | None, reason: str = "") ->
         verdict = "differs"
         parts_at = next(step for step in sorted({**expected, **found}) if expected.get(step) != found.get(step))
     return Row(attempt.layout, verdict, len(found), parts_at, last, reason, attempt.error_type)
-
-
-def _failed(row: Row) -> Finding:
-    return of_failure(row.layout.title, row.error_type, row.reason)
 
 
 def choose(names: str | None) -> list[Layout]:

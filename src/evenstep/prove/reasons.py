@@ -118,6 +118,8 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ("operations without a deterministic form", "nondeterministic-kernel"),
 )
 
+_BY_RANK = ("one-rank", "initialisation", "data-rank")  # whose evidence is where the script reads its rank
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -140,12 +142,13 @@ class Finding:
         object.__setattr__(self, "do", do)
 
 
-def of_failure(layout: str, error_type: str, message: str) -> Finding:
-    """The reason for a start that failed."""
+def of_failure(layout: str, error_type: str, message: str, script: str | None = None) -> Finding:
+    """The reason for a start that failed. `script`: its file."""
     name = known_mistake(message)
     if name is None:
         name = "one-rank" if error_type == "evenstep.errors.MismatchError" else "failed"
-    return Finding(name, layout, message=message)
+    ranks = suspects([script], "rank") if script is not None and name in _BY_RANK else []
+    return Finding(name, layout, tuple(map(str, ranks[:_SHOWN])), message=message)
 
 
 def known_mistake(message: str) -> str | None:
@@ -185,7 +188,7 @@ def of_layout(layout: str, step: int, where: Parting, *, loaders: bool) -> Findi
     """The reason why another layout differs from one process, which does not differ from itself."""
     rank = _near(where, "rank") + _near(where, "process")
     told = _told(where)
-    name, evidence = "unknown", [*map(str, rank or _anywhere(where, "rank")), *told]
+    name, evidence = "unknown", [*map(str, rank or _outside(where, step)), *told]
     match where.place:
         case "threads":
             name, evidence = "threads", [f"torch computes with {where.names[0]} and {where.names[1]} threads"]
@@ -266,6 +269,14 @@ def _near(where: Parting, kind: str) -> list[Suspect]:
 def _anywhere(where: Parting, kind: str) -> list[Suspect]:
     """Suspects in all of the loop's file."""
     return suspects(_whole(where), kind)
+
+
+def _outside(where: Parting, step: int) -> list[Suspect]:
+    """Where the loop's file reads the rank or the layout; before the first step the loop has not run."""
+    found = _anywhere(where, "rank")
+    if where.loop is None or where.place != "before" or step > 1:
+        return found
+    return [one for one in found if not where.loop[1] <= one.line <= where.loop[2]]
 
 
 def _whole(where: Parting) -> list[str] | None:

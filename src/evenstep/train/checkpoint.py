@@ -272,7 +272,8 @@ class Saved:
 
     def hashes(self) -> dict[str, str]:
         """The fingerprints of what this process holds of all that the fingerprint is of, as `by_path` tells parts."""
-        tree = {name: state_of(thing) for name, thing in self._counted().items()}
+        counted = sorted(self._counted().items(), key=lambda item: not isinstance(item[1], nn.Module))  # models first
+        tree = {name: state_of(thing) for name, thing in counted}
         return {path.removeprefix("['']."): value for path, value in by_path(tree, parts=True).items()}
 
     def _apart(self, when: str, tree: object) -> MismatchError:

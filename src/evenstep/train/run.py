@@ -509,7 +509,7 @@ class Run:
         every = self._options.checkpoint_every
         if self._restored and (self._done % every == 0 if every else plan.ends_epoch):
             self._checkpoint()
-        if self._done == self._options.stop_after:
+        if self._options.stop_after is not None and self._done >= self._options.stop_after:
             self._stop()
 
     # ---- checkpoints and the end

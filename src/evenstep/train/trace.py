@@ -20,6 +20,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from evenstep.train.batch import tensors
 from evenstep.train.loss import Leaf
 from evenstep.train.models import Models
 from evenstep.train.samples import digest
-from evenstep.train.snapshot import INSTALLED, Changed, said, users_frame, values_of
+from evenstep.train.snapshot import INSTALLED, OURS, Changed, said, users_frame, values_of
 
 NOT_HERE = "not here"
 """In place of the hash of a tensor that is not whole in this process: another stage's, or a shard."""
@@ -93,14 +94,9 @@ class Trace:
         changed = Changed(loss_fn, self._models.all)
 
         def tell(found: Leaf) -> None:
-            code = getattr(inspect.unwrap(loss_fn), "__code__", None)
-            self._events.emit(
-                "loss",
-                **about,
-                hash=f"{found.value!r} / {found.weight!r}",
-                changed=changed.now(),
-                lines=None if code is None else _lines(code),
-            )
+            value = f"{found.value!r} / {found.weight!r}"
+            lines = _users_lines(getattr(inspect.unwrap(loss_fn), "__code__", None))
+            self._events.emit("loss", **about, hash=value, changed=changed.now(), lines=lines)
 
         try:
             yield tell
@@ -112,7 +108,7 @@ class Trace:
         self._events.emit("gradients", call=call, hashes=self._gradients())
 
     def _gradients(self) -> dict[str, str]:
-        return {name: "none" if p.grad is None else hash_of(p.grad) for name, p in self._models.parameters()}
+        return {name: _gradient(p) for name, p in self._models.parameters()}
 
     def _optimizer(self, optimizer: Optimizer, *_: object) -> None:
         name = type(optimizer).__name__
@@ -201,7 +197,18 @@ def _inner(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield name or type(model).__name__, module
 
 
-def _lines(code: Any) -> list[Any]:
+def _gradient(p: nn.Parameter) -> str:
+    if p.grad is None:
+        return NOT_HERE if p.is_meta else "none"
+    return hash_of(p.grad)
+
+
+def _users_lines(code: CodeType | None) -> list[Any] | None:
+    """Where a function's code lies; None where that is in an installed package or in evenstep."""
+    return None if code is None or code.co_filename.startswith((OURS, *INSTALLED)) else _lines(code)
+
+
+def _lines(code: CodeType) -> list[Any]:
     """Where a function's code lies: [file, first line, last line]."""
     last = max((line for _, _, line in code.co_lines() if line), default=code.co_firstlineno)
     return [code.co_filename, code.co_firstlineno, last]
