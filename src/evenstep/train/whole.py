@@ -134,14 +134,9 @@ class Whole:
         ):
             if self._embeddings is None:
                 self._embeddings = self._gathered(lambda: self._own(untouched))
-            error: Exception | None = None
-            second: Second | None = None
-            try:
-                with working(step._layout.together):
-                    second = self._second(self._embeddings, untouched)
-            except Exception as caught:
-                error = caught
-        self._agree(second, error)
+            passes = step._layout.lockstep.passes(self._models, "the loss of step.backward_whole", self._site)
+            second = passes.run(partial(self._second, self._embeddings, untouched), "whole")
+        self._agree(second, passes.failed)
         assert second is not None
         return second
 
@@ -202,7 +197,7 @@ class Whole:
         with torch.enable_grad(), untouched.while_computing(None), step._precision.computing():
             total, metrics = _checked(self._loss_fn(*self._models, whole))
         if self._first:
-            refuse_strangers(total, {id(p) for _, p in step._models.parameters()})
+            self._refuse_strangers(total, parameters)
         inputs = [t for t in [*joined, *trained] if t.requires_grad]
         factor = 1.0 if step._precision.scaler is None else step._precision.scaler.factor(None)
         found: Sequence[Tensor | None] = torch.autograd.grad(
@@ -226,6 +221,18 @@ class Whole:
             [by_input.get(id(p)) for p in parameters],
             self._first,
         )
+
+    def _refuse_strangers(self, total: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        known = {id(p) for p in parameters} | {id(p) for _, p in self._step._models.parameters()}
+        try:
+            refuse_strangers(total, known)
+        except LossError as error:
+            if self._step._layout.grid.shards == 1:
+                raise
+            raise UsageError(
+                "the loss function of step.backward_whole calls a module whose parameters are cut by themselves",
+                do="call it in the embedding function; or name the modules that are: prepare(..., shard=[...])",
+            ) from error
 
     def _agree(self, second: Second | None, error: Exception | None) -> None:
         """Every process has computed the same loss, or all raise."""
