@@ -42,7 +42,7 @@ def main() -> int:
     for name in ("measured here", "value", "target", "", "note"):
         table.add_column(name, justify="right" if name in ("value", "target") else "left")
     missed = 0
-    for measure in (order, launch, step, memory):
+    for measure in (order, launch, step, threads, memory):
         with console.status(f"measuring: {measure.__name__}"):
             for line in measure():
                 met = line.value <= line.target
@@ -94,6 +94,14 @@ def step() -> Iterator[Measured]:
             what = f"step, {name}{', ' if option else ''}{' '.join(option)}, / DDP"
             note = f"{spread(found['ratios'])}; fastest / fastest {found['fastest']:.2f}"
             yield Measured(what, statistics.median(found["ratios"]), target, "", note)
+
+
+def threads() -> Iterator[Measured]:
+    found = last_json([sys.executable, str(HERE / "threads.py"), "transformer"])
+    note = f"{spread(found['ratios'])}; fastest / fastest {found['fastest']:.2f}"
+    yield Measured(
+        "step, transformer, 2 thread replicas, / threads", statistics.median(found["ratios"]), 1.10, "", note
+    )
 
 
 def memory() -> Iterator[Measured]:

@@ -39,3 +39,12 @@ def test_memory_gives_a_peak_that_holds_at_least_parameters_and_gradients(side: 
     assert isinstance(peak, int)
     assert isinstance(gradients, int)
     assert peak > 2 * gradients > 0
+
+
+@pytest.mark.slow
+def test_threads_give_a_ratio_for_each_pair_of_turns(tmp_path: Path) -> None:
+    found = printed(str(BENCH / "threads.py"), "mlp", "--turns", "2", cwd=tmp_path)
+    ratios = found["ratios"]
+    assert isinstance(ratios, list)
+    assert len(ratios) == 2
+    assert all(ratio > 0 for ratio in ratios)

@@ -84,7 +84,7 @@ def train(exact: bool = True) -> list[str]:
     rank, world, where = group()
     torch.manual_seed(0)
     model = Branches()
-    reducer = Reducer(rank, world, where, torch.device("cpu"), exact)
+    reducer = Reducer(rank, world, where, exact)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.01)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(512, 32, generator=generator)
@@ -132,7 +132,7 @@ def test_without_exactness_equal_to_rounding() -> None:
         rank, world, where = group()
         torch.manual_seed(0)
         model = Branches()
-        reducer = Reducer(rank, world, where, torch.device("cpu"), exact=False)
+        reducer = Reducer(rank, world, where, exact=False)
         x = torch.randn(28, 32, generator=torch.Generator().manual_seed(2))
         reduced(reducer, model, 7, lambda i: model(x[4 * i : 4 * i + 4], i % 2).square().sum(), 28.0)
         reducer.close()
@@ -151,7 +151,7 @@ def test_gradients_are_the_mean_of_one_big_batch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
     x = torch.randn(23, 8, dtype=torch.float64)
-    reducer = Reducer(0, 1, None, torch.device("cpu"), exact=True)
+    reducer = Reducer(0, 1, None, exact=True)
     reduced(reducer, model, 6, lambda i: model(x[4 * i : 4 * i + 4]).square().sum(), 23.0)
     found = [p.grad for p in model.parameters()]
     model.zero_grad()
@@ -165,7 +165,7 @@ def test_gradients_that_somebody_keeps_are_not_overwritten() -> None:
         rank, world, where = group()
         torch.manual_seed(0)
         model = nn.Linear(8, 8)
-        reducer = Reducer(rank, world, where, torch.device("cpu"), exact=True)
+        reducer = Reducer(rank, world, where, exact=True)
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         addresses = set()
         for step in range(12):
@@ -191,7 +191,7 @@ def test_a_failure_puts_everything_back_and_the_step_can_be_done_again(when: str
         rank, world, where = group()
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        reducer = Reducer(rank, world, where, torch.device("cpu"), exact=True)
+        reducer = Reducer(rank, world, where, exact=True)
         named = list(model.named_parameters())
         reducer.watch(named)
         weight = next(model.parameters())
@@ -238,7 +238,7 @@ def test_a_failure_puts_everything_back_and_the_step_can_be_done_again(when: str
 
 
 def test_refusals_name_the_parameter() -> None:
-    reducer = Reducer(0, 1, None, torch.device("cpu"), exact=True)
+    reducer = Reducer(0, 1, None, exact=True)
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     reducer.watch([(f"other.{name}", p) for name, p in other.named_parameters()])
     with pytest.raises(LossError, match=r"other\.(weight|bias)"):

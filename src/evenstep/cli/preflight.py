@@ -92,16 +92,17 @@ def run_paths(given: str | None, script: str) -> tuple[RunPaths, tuple[Path, ...
     return RunPaths(root), made
 
 
-def process_count(asked: int | str | None) -> int:
-    """How many processes: as asked, or all visible GPUs, or one."""
+def process_count(asked: int | str | None, replicas: int = 1, split: int = 1) -> int:
+    """How many processes of `replicas` thread replicas over `split` devices each: as asked, or as many as the visible
+    GPUs are enough for, or one."""
     if isinstance(asked, int):
         return asked
     gpus = visible_gpus(os.environ)
     if asked == "gpu" and gpus == 0:
         raise UsageError("--processes gpu: torch sees no GPU here", do="give a number, or --processes cpu")
     if asked == "cpu" or (asked == "auto" and gpus == 0):
-        return len(os.sched_getaffinity(0))
-    return max(1, gpus)
+        return max(1, len(os.sched_getaffinity(0)) // replicas)
+    return max(1, gpus // (replicas * split))
 
 
 def _scripts(folder: Path) -> list[Path]:

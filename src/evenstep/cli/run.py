@@ -176,7 +176,7 @@ def run(
     preflight.refuse_nested()
     if not as_module:
         preflight.check_script(script)
-    count = preflight.process_count(processes)
+    count = preflight.process_count(processes, thread_replicas or 1, split or 1)
     paths, made = preflight.run_paths(run_directory, script)
     settings = Settings(
         run=str(paths.root),

@@ -119,7 +119,7 @@ def lay_out(options: Options, ground: Ground) -> Layout:
         exact=options.exact,
         place=place,
         own=lambda named: named,
-        reducer=Reducer(ground.world.rank, ground.world.world_size, ground.data, ground.device, options.exact),
+        reducer=Reducer(ground.world.rank, ground.world.world_size, ground.data, options.exact),
         statistics=Statistics(ground.meeting),
         compute=compute,
         deliver=_nothing,

@@ -70,6 +70,10 @@ class Bucket:
     def dtype(self) -> torch.dtype:
         return _real_dtype(self.params[0])
 
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
     def views(self, flat: Tensor) -> Iterator[Tensor]:
         """A view of `flat` for each parameter, in its shape and, where it is dense, with its strides."""
         start = 0
@@ -88,7 +92,7 @@ class Bucket:
             storage = out.untyped_storage()
             if torch._C._storage_Use_Count(storage._cdata) <= 2:  # `out` and `storage`
                 return out
-        self.out = torch.zeros(length, dtype=self.dtype, device=self.params[0].device)
+        self.out = torch.zeros(length, dtype=self.dtype, device=self.device)
         return self.out
 
 
@@ -98,17 +102,15 @@ class Reducer:
     `rank` of `world_size` counts replicas of the model (or of this process's stage of it), `group` connects them.
     """
 
-    def __init__(
-        self, rank: int, world_size: int, group: dist.ProcessGroup | None, device: torch.device, exact: bool
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None, exact: bool) -> None:
         self.rank, self.world_size, self.group, self.exact = rank, world_size, group, exact
         self.lane = Lane() if world_size > 1 else None
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and world_size > 1 else None
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}  # a side stream for each GPU that holds parameters
         self.active: Reduction | None = None
         self.names: dict[int, str] = {}  # id of a parameter -> name
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._buckets: dict[tuple[tuple[int, torch.dtype, torch.device], ...], list[Bucket]] = {}
-        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._scratch: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def watch(self, named: Named) -> None:
         """Hooks for the parameters that require a gradient now (freezing and unfreezing need no word of the user)."""
@@ -136,11 +138,19 @@ class Reducer:
 
     def scratch(self, name: str, length: int, like: Bucket) -> Tensor:
         """Memory that is used within one bucket's turn only."""
-        key = (name, like.dtype)
+        key = (name, like.dtype, like.device)
         have = self._scratch.get(key)
         if have is None or have.numel() < length:
-            have = self._scratch[key] = torch.zeros(length, dtype=like.dtype, device=like.params[0].device)
+            have = self._scratch[key] = torch.zeros(length, dtype=like.dtype, device=like.device)
         return have[:length]
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The stream on which gradients of `device` are summed; None on the CPU."""
+        if device.type != "cuda":
+            return None
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        return self.streams[device]
 
     def close(self, wait: bool = True) -> None:
         """Removes what hangs on the parameters and ends the communication thread."""
@@ -255,6 +265,7 @@ class Reduction(Leaves):
         self.divisor: float | None = None
         self.error: BaseException | None = None  # from the communication thread
         self.met = threading.Event()
+        self.launching = threading.Lock()
 
     # ---- in order of a step
 
@@ -268,10 +279,11 @@ class Reduction(Leaves):
             )
         k = super().ready(p)
         if self.last and self.buckets:
-            self.left[self.bucket_of[k]] -= 1
-            # The last bucket waits for the end of the backward, so that a failure until then can travel with it.
-            while self.launched < len(self.buckets) - 1 and self.left[self.launched] == 0:
-                self._launch()
+            with self.launching:  # autograd has a thread for each GPU
+                self.left[self.bucket_of[k]] -= 1
+                # The last bucket waits for the end of the backward, so that a failure until then can travel with it.
+                while self.launched < len(self.buckets) - 1 and self.left[self.launched] == 0:
+                    self._launch()
         return k
 
     def open(self, meet: Callable[[], float | None]) -> None:
@@ -361,11 +373,12 @@ class Reduction(Leaves):
         bucket = self.buckets[k]
         inside = slice(bucket.first, bucket.first + len(bucket.params))
         rows = self._rows(inside)
-        if self.owner.stream is None:
+        stream = self.owner.stream(bucket.device)
+        if stream is None:
             assert self.owner.lane is not None
             self.owner.lane.submit(lambda: self._guarded(bucket, rows))
         else:
-            self._on_stream(self.owner.stream, bucket, rows)
+            self._on_stream(stream, bucket, rows)
 
     def _rows(self, inside: slice) -> list[list[list[Tensor]]]:
         """For each whole subtree of the share, for each parameter of a bucket: what is to be added, rightmost first."""
@@ -404,7 +417,7 @@ class Reduction(Leaves):
 
     def _on_stream(self, stream: torch.cuda.Stream, bucket: Bucket, rows: list[list[list[Tensor]]]) -> None:
         self.met.wait()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(bucket.device))
         for row in rows:
             for parts in row:
                 for part in parts:
@@ -497,12 +510,11 @@ class Reduction(Leaves):
         assert self.owner.lane is not None
         self.owner.lane.submit(done.set)
         done.wait()
-        if self.owner.stream is not None:
-            here = torch.cuda.current_stream()
-            here.wait_stream(self.owner.stream)
-            for bucket in self.buckets:  # allocated on the side stream, read on this one
-                if bucket.out is not None:
-                    bucket.out.record_stream(here)
+        for device, stream in self.owner.streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+        for bucket in self.buckets:  # allocated on the side stream, read on this one
+            if bucket.out is not None and bucket.device.type == "cuda":
+                bucket.out.record_stream(torch.cuda.current_stream(bucket.device))
 
     def _collect(self) -> list[Tensor | None] | None:
         """The gradients out of the buckets; None if some process failed."""

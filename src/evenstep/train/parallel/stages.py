@@ -44,7 +44,7 @@ class Stages(Lockstep):
         self.ranks = grid.ranks(replica=mine.replica)
         self.pipe = _pipe(grid, mine, ground)
         data, words = _replicas(grid, mine, ground)
-        self.reducer = Reducer(mine.replica, grid.replicas, data, ground.device, exact)
+        self.reducer = Reducer(mine.replica, grid.replicas, data, exact)
         self.alike = Meeting(mine.replica, grid.replicas, words)
         self.plan: list[str] = []
         self._units: Units | None = None
