@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
@@ -18,9 +18,18 @@ from torch.utils.checkpoint import CheckpointFunction
 from evenstep.errors import UsageError
 from evenstep.train.lockstep import HANDED_OVER
 from evenstep.train.parallel.cut import BY_HAND, Cut
-from evenstep.train.parallel.ghost import Ghost, blank, find, function_name, is_question, put_together, take_apart
+from evenstep.train.parallel.ghost import (
+    Ghost,
+    blank,
+    find,
+    function_name,
+    is_question,
+    map_tensors,
+    put_together,
+    take_apart,
+)
 from evenstep.train.parallel.pipe import Message
-from evenstep.train.randomness import blocks
+from evenstep.train.randomness import blocks, kept_generators
 
 
 class Slot:
@@ -55,7 +64,7 @@ class Units:
         self.flight: Flight | None = None
         self._watch = _Watch(self)
         self._with_grad = False  # gradients are wanted of the function that runs
-        self._watched = False  # one whole micro-batch was, also inside the units
+        self._looked: set[int] = set()  # the units that were watched
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         numbers = {id(unit): k for k, (_, unit) in enumerate(cut.units)}
         for name, unit in blocks(model):
@@ -83,7 +92,6 @@ class Units:
             with self._watch:
                 returned = fn(*args)
         except _NextStage:
-            self._watched = self._watched or self._with_grad
             return HANDED_OVER
         if flight.handed is not None:
             raise UsageError("the function went on although a stage had ended", do="catch Exception, not BaseException")
@@ -102,7 +110,6 @@ class Units:
             )
         if self.stage and flight.entry is None:
             raise UsageError(f"no unit of stage {self.stage} ({self._units(self.part)}) was called", do=BY_HAND)
-        self._watched = self._watched or self._with_grad
         return returned
 
     @contextmanager
@@ -143,15 +150,27 @@ class Units:
         if k == flight.entry:
             args, kwargs = self._arrived(flight, args, kwargs)
         self._refuse_elsewhere(name, (args, kwargs))
-        # Some modules take another way in eval mode where functions are watched. So inside units this ends soon.
-        unwatched = (self._watched or not self._with_grad) and _get_current_function_mode() is self._watch
-        with _pop_mode_temporarily() if unwatched else nullcontext():
-            result = forward(*args, **kwargs)
+        result = self._computed(k, forward, args, kwargs)
         if self.part.stop < len(self.cut.units) and not flight.recomputing:
             tensors: list[Tensor] = []
             structure = take_apart(result, tensors, f"the output of {name}")
             flight.made[name] = [structure, [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]]
         return result
+
+    def _computed(self, k: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a unit of this stage returns. Its first call is watched for uses of what lies elsewhere."""
+        if _get_current_function_mode() is not self._watch:
+            return forward(*args, **kwargs)
+        if k not in self._looked:
+            self._looked.add(k)
+            if self._with_grad:
+                return forward(*args, **kwargs)
+            # In eval mode some modules of torch take another way where functions are watched: that is one call more.
+            given, named = map_tensors((args, kwargs), torch.clone)
+            with kept_generators():
+                forward(*given, **named)
+        with _pop_mode_temporarily():
+            return forward(*args, **kwargs)
 
     def _ghost(self, flight: Flight, name: str) -> Any:
         """What a unit of an earlier stage has returned there, without the values."""
@@ -179,8 +198,10 @@ class Units:
             )
         if not any(own in flight.called for own in self.part):
             raise UsageError(
-                f"{name} is called before any of {self._units(self.part)}, which lie on the stage before its own",
-                do=f"define modules in the order in which forward calls them; or {BY_HAND}",
+                f"{name}, of a later stage, is called before any of {self._units(self.part)}, which stage {self.stage} "
+                "has",
+                do="define modules in the order in which forward calls them; where some are not called for every "
+                f"micro-batch, leave one that is on each stage: {BY_HAND}",
             )
         ghost = find(first)
         if ghost is not None:
