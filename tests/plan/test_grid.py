@@ -33,7 +33,7 @@ def test_each_stage_computes_each_micro_batch_once(layout: Grid, micro_batches: 
 
 
 @given(GRIDS, st.integers(1, 40))
-def test_shards_of_a_replica_run_together_and_have_something_to_run(layout: Grid, micro_batches: int) -> None:
+def test_shards_of_a_replica_run_together(layout: Grid, micro_batches: int) -> None:
     for replica in range(layout.replicas):
         ranks = layout.ranks(replica=replica)
         rounds = {layout.rounds(micro_batches, rank) for rank in ranks}
@@ -41,14 +41,11 @@ def test_shards_of_a_replica_run_together_and_have_something_to_run(layout: Grid
         for rank in ranks:
             leaves = layout.leaves(micro_batches, rank)
             assert len(leaves) <= layout.rounds(micro_batches, rank)
-            assert bool(layout.read(micro_batches, rank)) == (rounds != {0})
-            assert not leaves or list(layout.read(micro_batches, rank)) == list(leaves)
 
 
 def test_rounds_come_in_the_order_of_the_micro_batches() -> None:
     layout = Grid(6, shards=3)  # two replicas of three shards
     assert [list(layout.leaves(7, rank)) for rank in range(6)] == [[0, 3], [1], [2], [4], [5], [6]]
-    assert [list(layout.read(2, rank)) for rank in range(3)] == [[0], [0], [0]]
 
 
 @pytest.mark.parametrize(

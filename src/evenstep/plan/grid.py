@@ -62,15 +62,9 @@ class Grid:
         whole = self.share(micro_batches, place.replica)
         return range(min(whole.start + place.shard, whole.stop), whole.stop, self.shards)
 
-    def read(self, micro_batches: int, rank: int) -> range:
-        """What `rank` reads for a step: its leaves. A shard without any must run along with the others of its replica,
-        and reads the replica's last micro-batch for that."""
-        leaves = self.leaves(micro_batches, rank)
-        whole = self.share(micro_batches, self.place(rank).replica)
-        return leaves if leaves or not whole else whole[-1:]
-
     def rounds(self, micro_batches: int, rank: int) -> int:
-        """How many forward and backward passes `rank` does in a step. It is the same for all shards of a replica."""
+        """How many forward and backward passes `rank` does in a step, or runs along in: as many as all shards of its
+        replica."""
         return -(-len(self.share(micro_batches, self.place(rank).replica)) // self.shards)
 
 

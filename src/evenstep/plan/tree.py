@@ -48,17 +48,18 @@ def root(leaves: int) -> Node:
 
 def combine(parts: Mapping[Node, T], leaves: int, add: Callable[[T, T], T]) -> T | None:
     """The sum at the root, from nodes that together cover every leaf that counts. None if there are none."""
-    return _value(root(leaves), parts, leaves, add)
+    return value_at(root(leaves), parts, leaves, add)
 
 
-def _value(node: Node, parts: Mapping[Node, T], leaves: int, add: Callable[[T, T], T]) -> T | None:
+def value_at(node: Node, parts: Mapping[Node, T], leaves: int, add: Callable[[T, T], T]) -> T | None:
+    """The sum at `node`, from nodes inside it. None if there are none."""
     if node in parts:
         return parts[node]
     level, index = node.level, node.index
     if level == 0 or index << level >= leaves:
         return None
-    left = _value(Node(level - 1, 2 * index), parts, leaves, add)
-    right = _value(Node(level - 1, 2 * index + 1), parts, leaves, add)
+    left = value_at(Node(level - 1, 2 * index), parts, leaves, add)
+    right = value_at(Node(level - 1, 2 * index + 1), parts, leaves, add)
     if left is None:
         return right
     return left if right is None else add(left, right)

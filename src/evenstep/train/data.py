@@ -28,7 +28,7 @@ def shares(schedule: Schedule, grid: Grid, rank: int, first_step: int = 0) -> It
     """The micro-batches that `rank` reads, from step `first_step` to the end."""
     for number in range(first_step, len(schedule)):
         step = schedule.step(number)
-        for index in grid.read(step.micro_batches, rank):
+        for index in grid.leaves(step.micro_batches, rank):
             yield MicroBatch(number, step.epoch, index, *step.micro(index))
 
 

@@ -30,6 +30,7 @@ from evenstep.train.synchronised import Together
 from evenstep.train.world import Ground
 
 if TYPE_CHECKING:
+    from evenstep.train.parallel.shard import Shards
     from evenstep.train.step import Work
 
 
@@ -43,7 +44,7 @@ class Layout:
     """Puts a prepared model where this layout wants it; once for each model."""
     own: Callable[[Named], Named]
     """Of some parameters of the models, those whose gradients this process's `reducer` sums."""
-    reducer: Reducer
+    reducer: Reducer | Shards
     """Sums the gradients of this process's leaves and those of the other replicas."""
     statistics: Statistics
     """Sums what BatchNorm layers see, over the processes that hold the same layers."""
@@ -76,11 +77,6 @@ def lay_out(options: Options, ground: Ground) -> Layout:
             f"--split together with {'--shard' if options.shard else '--stages'} is not offered",
             do="start more processes instead (--processes), of one device each",
         )
-    asked = {
-        "--shard": options.shard,
-    }
-    for name in (name for name, wanted in asked.items() if wanted):
-        raise UsageError(f"{name} is not there yet")
     if options.stages > 1:
         stages = Stages(cut, ground, options.exact)
         return Layout(
@@ -96,6 +92,29 @@ def lay_out(options: Options, ground: Ground) -> Layout:
             lockstep=stages,
             close=_nothing,
             plan=stages.plan,
+        )
+    if cut.shards > 1:
+        if options.batchnorm == "sync":
+            raise UsageError(
+                'batchnorm="sync" together with --shard is not offered: shards without a micro-batch have no statistics',
+                do="leave it out: BatchNorm layers are exact on every layout, each over its micro-batch",
+            )
+        from evenstep.train.parallel.shard import ShardLockstep, Shards  # FSDP takes seconds to import
+
+        shards = Shards(ground, cut, options.exact)
+        return Layout(
+            grid=cut,
+            exact=options.exact,
+            place=shards.place,
+            own=lambda named: named,
+            reducer=shards,
+            statistics=Statistics(ground.meeting),
+            compute=shards.compute,
+            deliver=_nothing,
+            folds=lambda folds: folds,
+            lockstep=ShardLockstep(shards),
+            close=_nothing,
+            plan=shards.plan,
         )
     compute, close = replicas.compute, _nothing
     plan: list[str] = []

@@ -21,13 +21,16 @@ from evenstep.errors import MismatchError, PeerFailed, UsageError
 
 _HEADER = 32  # bytes: 16 of the call's hash, 8 of the payload's length, 8 spare
 _DETAIL = 2048  # bytes of JSON that say what a process is at, sent only when calls differ
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = tuple(
+    os.path.dirname(path) + os.sep
+    for path in (os.path.dirname(os.path.abspath(__file__)), os.path.abspath(torch.__file__))
+)
 
 
 def call_site() -> str:
-    """`file.py:line` of the user's code that called evenstep."""
+    """`file.py:line` of the user's code that called evenstep, or torch that called it."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_PACKAGE):
+    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_LIBRARIES):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
@@ -59,13 +62,23 @@ def lost_contact(rank: int, error: BaseException, when: str) -> PeerFailed:
 
 @dataclass
 class Meeting:
-    """The processes of a run and the group over which they exchange small things. `group` is None for one process."""
+    """Processes of a run and the group over which they exchange small things. `group` is None for one process.
+
+    `ranks` are those of the run's processes that meet, in order, where these are not all; then `rank` is this one's
+    place among them, and `world_size` their number.
+    """
 
     rank: int
     world_size: int
     group: dist.ProcessGroup | None = None
+    ranks: list[int] | None = None
     last: str = field(default="the start of the script", init=False)  # what was reached last, for messages
     closed: bool = field(default=False, init=False)
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks that meet."""
+        return list(range(self.world_size)) if self.ranks is None else self.ranks
 
     def exchange(self, kind: str, payload: bytes = b"", *, signature: str = "", site: str | None = None) -> list[bytes]:
         """Each process's `payload`, by rank. Payloads may differ in length.
@@ -85,7 +98,7 @@ class Meeting:
         except RuntimeError as error:
             if isinstance(error, PeerFailed):
                 raise
-            raise lost_contact(self.rank, error, f"while all met at {self.last}") from error
+            raise lost_contact(self.members[self.rank], error, f"while all met at {self.last}") from error
 
     def say(self, kind: str, said: object, *, signature: str = "", site: str | None = None) -> list[Any]:
         """What each process has `said` (plain JSON values), by rank. Meets as `exchange` does."""
@@ -98,7 +111,8 @@ class Meeting:
         headers = self._gather(header, _HEADER)
         if any(other[:16] != digest for other in headers):
             detail = json.dumps({"kind": kind, "signature": signature[:900], "site": site[:200]}).encode()
-            raise _mismatch([json.loads(d.rstrip(b"\0")) for d in self._gather(detail, _DETAIL)])
+            details = self._gather(detail, _DETAIL)
+            raise _mismatch([json.loads(d.rstrip(b"\0")) for d in details], self.members)
         lengths = [int.from_bytes(other[16:24], "little") for other in headers]
         longest = max(lengths)
         if longest == 0:
@@ -117,10 +131,10 @@ def _place(kind: str, site: str) -> str:
     return f"{kind} ({site})" if site else kind
 
 
-def _mismatch(calls: list[dict[str, str]]) -> MismatchError:
+def _mismatch(calls: list[dict[str, str]], members: list[int]) -> MismatchError:
     same_call = len({(c["kind"], c["site"]) for c in calls}) == 1
     texts = (c["signature"] if same_call and c["signature"] else _place(c["kind"], c["site"]) for c in calls)
-    said = [f"{ranks_text(ranks)}: {text}" for text, ranks in by_value(texts).items()]
+    said = [f"{ranks_text([members[k] for k in places])}: {text}" for text, places in by_value(texts).items()]
     if same_call:
         what = f"the processes called {_place(calls[0]['kind'], calls[0]['site'])} with different things"
         do = "give the same structure, shapes, dtypes and operation on every process"

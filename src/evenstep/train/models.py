@@ -10,6 +10,7 @@ from torch import nn
 
 from evenstep.errors import UsageError
 from evenstep.train.meeting import Meeting, by_value, ranks_text
+from evenstep.train.norm import is_sharded
 from evenstep.train.options import NOTHING, Asked
 from evenstep.train.randomness import Randomness
 
@@ -21,7 +22,7 @@ class Models:
         self.all: list[nn.Module] = []
         self.first_step = 0  # the first step that this process does; its checks are done there
         self._meeting, self._randomness, self._place = meeting, randomness, place
-        self._kinds: list[str] = []  # their classes, before placing: fully_shard changes them
+        self.kinds: list[str] = []  # their classes, before placing: fully_shard changes them
         self._base: dict[int, frozenset[str]] = {}  # of a model that saves what trains: the parameters it does not
         self._known: dict[int, tuple[nn.Parameter, ...]] = {}
         self._inner: dict[int, list[tuple[str, nn.Parameter]]] = {}
@@ -46,12 +47,18 @@ class Models:
         lazy = [name for name, value in state if nn.parameter.is_lazy(value)]
         if lazy:
             raise UsageError(f"{lazy[0]} has no shape yet (a lazy module)", do="run one forward before prepare")
+        cut = [name for name, p in model.named_parameters() if is_sharded(p)]
+        if cut:
+            raise UsageError(
+                f"{cut[0]} is sharded already",
+                do="prepare the bare module (--shard does fully_shard), and put models that share parameters into one",
+            )
         self._check_equal(model, f"{type(model).__name__}, number {len(self.all)}")
         self._randomness.key_blocks(model, str(len(self.all)))
         kind = type(model).__name__
         frozen = frozenset(n for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad)
         self._place(model, asked)
-        self._kinds.append(kind)
+        self.kinds.append(kind)
         if save == "trained":
             self._base[id(model)] = frozen
         self.all.append(model)
@@ -89,7 +96,7 @@ class Models:
         """A name for each model: '' where there is one, else its class and place."""
         if len(self.all) == 1:
             return [""]
-        return [kind if self._kinds.count(kind) == 1 else f"{kind}{k}" for k, kind in enumerate(self._kinds)]
+        return [kind if self.kinds.count(kind) == 1 else f"{kind}{k}" for k, kind in enumerate(self.kinds)]
 
     def parameters(self, models: Sequence[nn.Module] | None = None) -> list[tuple[str, nn.Parameter]]:
         """Each parameter once, by name, in the order of the models. New ones of a changed model are found."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 
 from evenstep.errors import EvenstepError, UsageError
+
+Folds = Mapping[str, Tensor]
 
 _CHUNK = 1 << 16  # elements squared at a time: they stay in the cache
 
@@ -49,11 +55,50 @@ def norm_of_folds(folds: Mapping[str, Tensor]) -> float:
 
 
 def total_norm(tensors: Mapping[str, Tensor]) -> float:
-    """The 2-norm of all elements of `tensors`, in float64. 0 without tensors; inf or nan if one is in them."""
-    return norm_of_folds({name: fold(row_squares(tensor)) for name, tensor in tensors.items()})
+    """The 2-norm of all elements of `tensors`, in float64. 0 without tensors; inf or nan if one is in them.
+
+    Of a tensor that is sharded (a DTensor), the processes that have its rows must call this together.
+    """
+    return norm_of_folds(folds_of(tensors))
 
 
-Folds = Mapping[str, Tensor]
+def folds_of(tensors: Mapping[str, Tensor]) -> Folds:
+    """The sum of squares of each tensor, by name."""
+    whole = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
+    cut = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+    return {name: fold(row_squares(tensor)) for name, tensor in whole.items()} | _folds_of_shards(cut)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+def _folds_of_shards(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The fold of each tensor, of which this process has some rows, as FSDP cuts them. They are exchanged at once."""
+    if not tensors:
+        return {}
+    mesh = next(iter(tensors.values())).device_mesh
+    mine = torch.cat([row_squares(_local(tensor)) for tensor in tensors.values()])
+    chunks = {name: -(-tensor.shape[0] // mesh.size()) for name, tensor in tensors.items()}  # rows; the last have fewer
+    longest = sum(chunks.values())
+    out = mine.new_empty(mesh.size() * longest)
+    dist.all_gather_single(out, nn.functional.pad(mine, (0, longest - mine.numel())), group=mesh.get_group())
+    rows: dict[str, list[Tensor]] = {name: [] for name in tensors}
+    for rank, part in enumerate(out.split(longest)):
+        for name, tensor in tensors.items():
+            here = max(0, min(chunks[name], tensor.shape[0] - rank * chunks[name]))
+            rows[name].append(part[:here])
+            part = part[here:]
+    return {name: fold(torch.cat(parts)) for name, parts in rows.items()}
+
+
+def _local(tensor: Any) -> Tensor:
+    """What this process has of it, in the same memory."""
+    if not is_sharded(tensor):
+        return tensor  # type: ignore[no-any-return]
+    with torch.no_grad():
+        return tensor.to_local()  # type: ignore[no-any-return]
 
 
 def clip_(
@@ -72,7 +117,7 @@ def clip_(
     if not max_norm >= 0:
         raise UsageError(f"max_norm is {max_norm}; a number from 0 on is expected", do="give the largest norm allowed")
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    folds = joined({name: fold(row_squares(gradient)) for name, gradient in gradients.items()})
+    folds = joined(folds_of(gradients))
     norm = norm_of_folds(folds)
     if error_if_nonfinite and not math.isfinite(norm):
         bad = [name for name, squares in folds.items() if not math.isfinite(squares)]
@@ -89,7 +134,30 @@ def scale(gradients: Mapping[str, Tensor], max_norm: float, norm: float) -> None
     coefficient = max_norm / (norm + 1e-6)
     if not coefficient >= 1.0 and gradients:
         with torch.no_grad():
-            torch._foreach_mul_(list(gradients.values()), coefficient)
+            torch._foreach_mul_([_local(gradient) for gradient in gradients.values()], coefficient)
+
+
+def refuse_torch_norms(refused: Callable[[Sequence[Tensor]], bool]) -> Callable[[], None]:
+    """From now on torch's norms over several tensors (clip_grad_norm_, get_total_norm) raise UsageError where these are
+    `refused`: gradients of which each process has a part. Returns what ends that."""
+    module: Any = clip_grad
+    grouped = module._group_tensors_by_device_and_dtype  # both call it, however they were imported
+
+    def looked_at(lists: list[list[Tensor]], *args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == "_get_total_norm" and refused(lists[0]):
+            raise UsageError(
+                "torch's norm of gradients (clip_grad_norm_) where each process has a part of them: it would be that "
+                "of the part, or have other bits on another layout",
+                do="use run.clip(max_norm)",
+            )
+        return grouped(lists, *args, **kwargs)
+
+    module._group_tensors_by_device_and_dtype = looked_at
+
+    def put_back() -> None:
+        module._group_tensors_by_device_and_dtype = grouped
+
+    return put_back
 
 
 def _halved(values: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from torch import optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -14,12 +15,20 @@ from evenstep.train.models import Models
 from evenstep.train.precision import refuse_scaler
 from evenstep.train.step import Step
 
+# Each element's update depends on this element, its gradient and its state alone.
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
+    optim.RMSprop, optim.ASGD,
+)  # fmt: skip
+
 
 class OptimizerWatch:
-    """Hooks that torch calls around every optimizer's step, from `begin` to `end`."""
+    """Hooks that torch calls around every optimizer's step, from `begin` to `end`.
 
-    def __init__(self, models: Models, saved: Saved) -> None:
-        self._models, self._saved = models, saved
+    `elementwise`: parameters are cut, so only optimizers that update each element by itself are let through."""
+
+    def __init__(self, models: Models, saved: Saved, *, elementwise: bool = False) -> None:
+        self._models, self._saved, self._elementwise = models, saved, elementwise
         self._restored = False
         self._known: dict[int, tuple[Optimizer, int]] = {}  # by id; with how many parameters it was looked at
         self._handles: list[Any] = []
@@ -52,6 +61,8 @@ class OptimizerWatch:
                 f"a {name} updates the model, and run.restore was not given it: a resume would start its state anew",
                 do="run.restore(..., optimizer=optimizer)",
             )
+        if trains and self._elementwise:
+            refuse_whole_tensors(optimizer)
         if trains:
             refuse_scaler(sys._getframe(1))
         self._known[id(optimizer)] = optimizer, size
@@ -59,3 +70,18 @@ class OptimizerWatch:
     def _after(self, *_: object) -> None:
         if self.step is not None:
             self.step.stepped = True
+
+
+def refuse_whole_tensors(optimizer: Optimizer) -> None:
+    """UsageError for an optimizer that is not known to update each element by itself."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in ELEMENTWISE:
+        raise UsageError(
+            f"{name} with --shard: an update of its may need more of a parameter than the part that a process has",
+            do=f"use one of torch.optim's {', '.join(kind.__name__ for kind in ELEMENTWISE)}, or run without --shard",
+        )
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise UsageError(
+            f"{name}(fused=True) with --shard: its kernel's results can depend on how a parameter is cut",
+            do="leave fused=True out",
+        )

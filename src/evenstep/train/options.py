@@ -52,6 +52,7 @@ class Asked:
     stages: Sequence[str] | None = None  # names of the first units of all stages but the first
     devices: Devices | None = None
     example: Any = None  # what a micro-batch gives to the model
+    shard: Sequence[str] | None = None  # names of the modules that are sharded by themselves
 
 
 NOTHING = Asked()

@@ -78,17 +78,21 @@ class Untouched:
             self._refuse([name for name in now if now[name] is not self._buffers.get(name)])
 
     def _refuse(self, names: Sequence[str]) -> None:
-        said = ", ".join(self._with_layer(name) for name in names[:5])
-        raise UsageError(
-            f"the forward pass writes the model's own state in training: {said}. On several processes each would write "
-            "what its own micro-batches give",
-            do=_ONCE_A_STEP,
-        )
+        refuse_writes([self._with_layer(name) for name in names])
 
     def _with_layer(self, name: str) -> str:
         """`name` of a tensor, and what layer it belongs to."""
         owner = self._modules.get(name.rpartition(".")[0])
         return name if owner is None else f"{name} (of a {type(owner).__name__})"
+
+
+def refuse_writes(names: Sequence[str]) -> None:
+    """UsageError for these tensors of the models' state."""
+    raise UsageError(
+        f"the forward pass writes the model's own state in training: {', '.join(names[:5])}. On several processes each "
+        "would write what its own micro-batches give",
+        do=_ONCE_A_STEP,
+    )
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

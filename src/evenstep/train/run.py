@@ -34,7 +34,7 @@ from evenstep.train.evaluate import evaluate, predict
 from evenstep.train.journal import Journal
 from evenstep.train.layout import lay_out
 from evenstep.train.models import Models, buffers
-from evenstep.train.norm import clip_
+from evenstep.train.norm import clip_, refuse_torch_norms
 from evenstep.train.optimizers import OptimizerWatch
 from evenstep.train.options import Asked, Devices, Options, workers
 from evenstep.train.precision import Precision
@@ -83,7 +83,10 @@ class Run:
         self._checkpoint_at: int | None = None  # after which step the last checkpoint was tried or found
         self._failure: str | None = None  # why it could not be written; where one process writes alone, it alone knows
         self._fingerprint: tuple[int, str] | None = None  # the newest one, and after which step
-        self._optimizers = OptimizerWatch(self._models, self._saved)
+        self._sharded = self._layout.grid.shards > 1
+        self._optimizers = OptimizerWatch(self._models, self._saved, elementwise=self._sharded)
+        cut = self._sharded or self._layout.grid.stages > 1
+        self._allow_norms = refuse_torch_norms(self._has_gradients) if cut else lambda: None
         atexit.register(self._at_exit)
 
     # ---- before the loop
@@ -98,6 +101,7 @@ class Run:
         stages: Sequence[str] | None = None,
         devices: Devices | None = None,
         example: Any = None,
+        shard: Sequence[str] | None = None,
     ) -> M: ...
     @overload
     def prepare(
@@ -110,6 +114,7 @@ class Run:
         stages: Sequence[str] | None = None,
         devices: Devices | None = None,
         example: Any = None,
+        shard: Sequence[str] | None = None,
     ) -> tuple[Any, ...]: ...
     def prepare(
         self,
@@ -120,6 +125,7 @@ class Run:
         stages: Sequence[str] | None = None,
         devices: Devices | None = None,
         example: Any = None,
+        shard: Sequence[str] | None = None,
     ) -> Any:
         """Place a model (or several) for this layout. Returns the same module(s), not a wrapper.
 
@@ -138,10 +144,15 @@ class Run:
         to the model (a tensor, a tuple of arguments, or a dict of named ones), their activations are measured too. Or
         a dict {name of a submodule: device}; the rest lies on the run's device, where batches and losses are. `--split`
         does it for all models with the devices there are. Several names of the CPU ("cpu:0", "cpu:1") are for tests.
+
+        `shard`: with `--shard`, the names of the modules whose parameters are gathered only while they compute
+        ("encoder.layers" stands for its entries; [] for none). By default they are large blocks: entries of one class
+        in a Sequential, or in a ModuleList that the forward loops over. A module that is not called for every
+        micro-batch cannot be among them.
         """
-        asked = Asked(stages, devices, example)
+        asked = Asked(stages, devices, example, shard)
         prepared = [self._models.prepare(m, save, asked) for m in (model, *more)]
-        self._journal.emit("prepare", models=[type(m).__name__ for m in prepared])
+        self._journal.emit("prepare", models=self._models.kinds[-len(prepared) :])
         return prepared[0] if not more else tuple(prepared)
 
     def steps(
@@ -238,7 +249,14 @@ class Run:
         (torch.nn.utils.clip_grad_norm_ otherwise).
         """
         named = self._models.parameters(self._models.chosen(models))
+        if self._sharded:
+            self._meeting.exchange("run.clip")
         return clip_(dict(named), max_norm, self._layout.folds, error_if_nonfinite=error_if_nonfinite)
+
+    def _has_gradients(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether gradients of the models are among these."""
+        ours = {id(p.grad) for _, p in self._models.parameters() if p.grad is not None}
+        return any(id(tensor) in ours for tensor in tensors)
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Record numbers for the current step: metrics.jsonl, metrics.csv and TensorBoard in the run directory."""
@@ -641,6 +659,7 @@ class Run:
                 if self._finished and self._fingerprint is not None and self.rank == 0:
                     print(f"fingerprint: {self._fingerprint[1]}", flush=True)
         finally:
+            self._allow_norms()
             self._layout.close()
             self._layout.reducer.close(wait=not failed)
             self._layout.statistics.close()

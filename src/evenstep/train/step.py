@@ -94,7 +94,6 @@ class Step:
         """Into micro-batches, of which this process has some."""
         self._plan = plan
         self._share = self._layout.grid.leaves(plan.micro_batches, self._meeting.rank)
-        self._to_read = self._layout.grid.read(plan.micro_batches, self._meeting.rank)
 
     def _chosen(self, loss_of: Callable[[Any], torch.Tensor], models: Sequence[nn.Module], site: str) -> None:
         """Chooses the micro-batch, where that is still to be done. `loss_of(batch)` is what is tried."""
@@ -225,7 +224,7 @@ class Step:
         """Micro-batch `index` of those that this process reads, on the device (the run's)."""
         if self._choose is not None:
             raise _not_chosen("step.total was called")
-        count = self._to_read.index(index) + 1
+        count = self._share.index(index) + 1
         self._read_to(count)
         return to_device(self._read[count - 1], device or self._device)
 
@@ -238,7 +237,7 @@ class Step:
         """What the loop's body did not read is read now: the next step's micro-batches come after it."""
         if self._choose is not None:
             raise _not_chosen(f"step {self.number} ended")
-        self._read_to(len(self._to_read))
+        self._read_to(len(self._share))
         self._read.clear()
         self._over = True
 
@@ -373,7 +372,7 @@ class Work:
 
     def read_all(self) -> None:
         """Read the whole share now: the data set may not be read from other threads."""
-        self.step._read_to(len(self.step._to_read))
+        self.step._read_to(len(self.step._share))
 
     def leaf(self, i: int) -> torch.Tensor | None:
         """The loss of micro-batch i with its graph, scaled as the backward pass is to begin. None where another

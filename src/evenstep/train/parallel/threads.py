@@ -24,7 +24,7 @@ from evenstep.train.meeting import Meeting
 from evenstep.train.models import modules
 from evenstep.train.parallel.copies import Copies
 from evenstep.train.parallel.split import Splits
-from evenstep.train.reduce import Leaves
+from evenstep.train.reduce import Leaves, Reduction
 from evenstep.train.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -56,12 +56,14 @@ class ThreadReplicas:
         shares = [share(len(work.share), len(self._devices), k) for k in range(len(self._devices))]
         parts = [_Part(self, work, k, work.share[s.start : s.stop]) for k, s in enumerate(shares) if s]
         self._leaves = {part.number: part.leaves for part in parts}
-        work.reduction.replicated = True  # the models themselves get no gradient now
+        reduction = work.reduction
+        assert isinstance(reduction, Reduction)
+        reduction.replicated = True  # the models themselves get no gradient now
         try:
             with shared_left_alone():
                 _side_by_side(parts)
         finally:
-            work.reduction.replicated = False
+            reduction.replicated = False
         for part in parts:
             part.hand_over()
             work.statistics.add(part.work.statistics.take())

@@ -1,0 +1,128 @@
+"""Which modules of a sharded model gather their parameters by themselves; the rest belongs to the whole model."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from evenstep.errors import UsageError
+
+SMALLEST = 1 << 16  # elements of a block that is worth exchanges of its own
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def cut(model: nn.Module, asked: Sequence[str] | None) -> list[tuple[str, nn.Module]]:
+    """The modules by name, outer ones before those inside them.
+
+    They are those `asked` for (a list stands for its entries), or the blocks: entries of one class, of some size, in a
+    Sequential, or in a ModuleList that its module's code loops over. A module that is not called for every micro-batch
+    must not be among them, and where that cannot be seen, it is not.
+    """
+    chosen = _asked(model, asked) if asked is not None else list(_blocks(model, ""))
+    outside = _shared(model, chosen)
+    if asked is not None and outside:
+        raise UsageError(
+            f"{outside[0]} shares a parameter with modules outside of it, so it cannot be sharded by itself",
+            do=f"leave {outside[0]} out of prepare(..., shard=[...])",
+        )
+    return [(name, module) for name, module in chosen if name not in outside]
+
+
+def _asked(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    if isinstance(names, str):
+        raise UsageError(f"shard={names!r}, expected a list of names of modules", do=f"shard=[{names!r}]")
+    modules = dict(model.named_modules())
+    found: dict[str, nn.Module] = {}
+    for name in names:
+        module = modules.get(name)
+        if module is None or not name:
+            there = ", ".join(list(modules)[1:9])
+            raise UsageError(
+                f"shard={name!r} names no module inside the {type(model).__name__}", do=f"there are {there}, ..."
+            )
+        if isinstance(module, _LISTS):
+            found.update((f"{name}.{inner}", entry) for inner, entry in module.named_children())
+        else:
+            found[name] = module
+    with_parameters = [(n, m) for n, m in found.items() if next(m.parameters(), None) is not None]
+    return sorted(with_parameters, key=lambda item: list(modules).index(item[0]))
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Those inside `module`, which is called for every micro-batch."""
+    if isinstance(module, nn.Sequential):
+        if type(module).forward is nn.Sequential.forward:
+            yield from _entries(module, prefix)
+        return
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            if _loops_over(type(module), name):
+                yield from _entries(child, f"{prefix}{name}.")
+        elif not isinstance(child, nn.ModuleDict):
+            yield from _blocks(child, f"{prefix}{name}.")
+
+
+def _entries(container: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    children = dict(container.named_children())
+    alike = len(children) > 1 and len({type(child) for child in children.values()}) == 1
+    sizes = [sum(p.numel() for p in child.parameters()) for child in children.values()]
+    if alike and not isinstance(next(iter(children.values())), _LISTS) and min(sizes) >= SMALLEST:
+        yield from ((f"{prefix}{name}", child) for name, child in children.items())
+        return
+    for name, child in children.items():
+        if not isinstance(child, _LISTS):
+            yield from _blocks(child, f"{prefix}{name}.")
+
+
+def _loops_over(kind: type, name: str) -> bool:
+    """Whether the code of a class has a loop over `self.NAME`. False where its source is not to be had."""
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch.nn.modules.module"):
+            break
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        loops = [node.iter for node in ast.walk(tree) if isinstance(node, (ast.For, ast.comprehension))]
+        for inner in (inner for loop in loops for inner in ast.walk(loop)):
+            if isinstance(inner, ast.Attribute) and inner.attr == name:
+                return True
+    return False
+
+
+def _shared(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    """The chosen modules with a parameter that a module outside of them has, too."""
+    holders: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            holders.setdefault(id(p), []).append(module)
+    found = []
+    for name, module in chosen:
+        inside = set(module.modules())
+        if any(not inside.issuperset(holders[id(p)]) for p in module.parameters()):
+            found.append(name)
+    return found
+
+
+def check_shardable(model: nn.Module) -> None:
+    """UsageError, by name, for what cannot be sharded."""
+    if isinstance(model, _LISTS):
+        raise UsageError(
+            f"a {type(model).__name__} has no forward of its own and cannot be sharded",
+            do="put it into a module with a forward, and prepare that",
+        )
+    for name, p in model.named_parameters():
+        what = do = ""
+        if p.dim() == 0:
+            what, do = "has no dimension to cut along", "give it the shape (1,)"
+        elif p.is_complex():
+            what, do = "is complex", "keep its real and imaginary parts (torch.view_as_real)"
+        elif not p.is_contiguous():
+            what, do = "is not contiguous in memory", "make it from x.contiguous()"
+        if what:
+            raise UsageError(f"{name} cannot be sharded: it {what}", do=f"{do}, or run without --shard")
