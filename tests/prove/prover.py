@@ -47,10 +47,15 @@ def _given(warm: Warm) -> Warm:
 
 
 def looks(starter: Starter) -> dict[str, str]:
-    """Where each layout parts from one process in the second step, or why it cannot be had."""
-    one = starter.attempt(ONE, 2, trace_step=1).traces()
-    attempts = {name: starter.attempt(layout, 2, trace_step=1) for name, layout in LAYOUTS.items()}
-    return {name: found.message or parting(one, found.traces()).place for name, found in attempts.items()}
+    """Where each layout parts from one process in the first step (resumed: the second), or why it cannot be had."""
+    first, second = (starter.attempt(ONE, 2, trace_step=step).traces() for step in (0, 1))
+    attempts = {
+        name: starter.attempt(layout, 2, trace_step=1 if layout.resumed else 0) for name, layout in LAYOUTS.items()
+    }
+    return {
+        name: found.message or parting(second if found.layout.resumed else first, found.traces()).place
+        for name, found in attempts.items()
+    }
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ LAYOUTS: dict[str, Layout] = {
         Layout("threads", "2 thread replicas", settings=Settings(thread_replicas=2)),
         Layout("shard", "2 shards", 2, Settings(shard=True)),
         Layout("stages", "2 stages", 2, Settings(stages=2)),
+        Layout("split", "split in 2", settings=Settings(split=2)),
         Layout("loaders", "2 loader processes", settings=Settings(loaders=2)),
         Layout("again", "1 process, again", again=True),
         Layout("resumed", "1 process, resumed", resumed=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -209,4 +209,10 @@ def _joined(by_rank: Sequence[dict[str, str]]) -> dict[str, str]:
 def _differing(mine: dict[str, str], theirs: dict[str, str]) -> list[str]:
     """Names with another value, in the order of `mine`; what is not whole on one side is left out."""
     names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-    return [name for name in names if mine.get(name) not in NOT_HERE and theirs.get(name) not in NOT_HERE]
+    absent = [{name for name, value in some.items() if value in NOT_HERE} for some in (mine, theirs)]
+    return [name for name in names if not any(name in some or _holds(name, some) for some in absent)]
+
+
+def _holds(name: str, absent: Iterable[str]) -> bool:
+    """Whether `name` is a container of what is not here: an optimizer's state is empty before its first step."""
+    return any(one.startswith((f"{name}[", f"{name}.")) for one in absent)

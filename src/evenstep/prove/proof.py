@@ -11,6 +11,8 @@ from evenstep.prove.parting import parting
 from evenstep.prove.reasons import Finding, of_failure, of_itself, of_layout, of_options, of_resume
 from evenstep.record.identity import differences
 
+_LOOKS = 3  # at ever earlier steps, where a layout is not the same twice
+
 
 @dataclass(frozen=True)
 class Row:
@@ -82,9 +84,11 @@ class _Search:
         self._rows: list[Row] = []
         self._findings: list[Finding] = []
         self._traces: dict[tuple[str, int], Attempt] = {}
+        self._expected: dict[int, str] = {}
 
     def run(self, layouts: Sequence[Layout]) -> Proof:
         reference = self._attempt(ONE)
+        self._expected = reference.fingerprints
         if reference.failure is None and not reference.fingerprints:
             self._add(_row(reference, {}, "it does no step of run.steps"))
         else:
@@ -138,17 +142,31 @@ class _Search:
         return of_failure(row.layout.title, row.error_type, row.reason, self._starter.file)
 
     def _reason(self, row: Row) -> Finding:
-        assert row.parts_at is not None
-        mine, theirs = self._traced(ONE, row.parts_at), self._traced(row.layout, row.parts_at)
+        step, theirs = self._looked_at(row)
+        mine = self._traced(ONE, step)
+        title = row.layout.title
         other = differences(mine.identity(), theirs.identity(), "on 1 process", "here")
         if other:
-            return of_options(row.layout.title, row.parts_at, other)
+            return of_options(title, step, other)
         where = parting(mine.traces(), theirs.traces())
         if row.layout.again:
-            return of_itself(row.layout.title, row.parts_at, where, hashes=self._only_hashes())
+            return of_itself(title, step, where, hashes=self._only_hashes())
         if row.layout.resumed:
-            return of_resume(row.layout.title, row.parts_at, where)
-        return of_layout(row.layout.title, row.parts_at, where, loaders=row.layout.settings.loaders is not None)
+            return of_resume(title, step, where)
+        return of_layout(title, step, where, loaders=row.layout.settings.loaders is not None)
+
+    def _looked_at(self, row: Row) -> tuple[int, Attempt]:
+        """The layout's steps again, with a look at the first that differs; that may be an earlier one this time."""
+        assert row.parts_at is not None
+        step = row.parts_at
+        found = self._traced(row.layout, step)
+        for _ in range(_LOOKS):
+            earlier = [n for n, one in found.fingerprints.items() if n < step and self._expected.get(n) != one]
+            if not earlier:
+                break
+            step = min(earlier)
+            found = self._traced(row.layout, step)
+        return step, found
 
     def _traced(self, layout: Layout, step: int) -> Attempt:
         """The steps up to this one done again, with everything in it hashed."""

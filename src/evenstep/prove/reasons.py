@@ -210,6 +210,8 @@ def of_layout(layout: str, step: int, where: Parting, *, loaders: bool) -> Findi
             name = "weights"
         case "model" | "input" | "loss" | "backward" | "sum":
             name, evidence = _of_computing(where, rank)
+    if where.changed and (name == "unknown" or (name == "weights" and where.place == "before")):
+        name, evidence = _of_changes(where)  # what is left to a race, as between threads, is not seen twice
     if name == "unknown" and not where.exact:
         name = "not-exact"
     return _finding(name, layout, step, where, [_place(where), *evidence])
@@ -224,8 +226,7 @@ def _of_computing(where: Parting, rank: list[Suspect]) -> tuple[str, list[str]]:
     if rank:
         return "rank", [*map(str, rank), *derived]
     if where.changed and where.place in ("model", "input", "loss"):
-        drawn = any(text.startswith(_GENERATORS) for pair in where.changed.values() for text in pair)
-        return "randomness" if drawn else "state", _changes(where)
+        return _of_changes(where)
     if derived and where.place in ("model", "input", "loss"):
         return "rank", derived
     state = _near(where, "state")
@@ -234,6 +235,11 @@ def _of_computing(where: Parting, rank: list[Suspect]) -> tuple[str, list[str]]:
     if not where.exact:
         return "not-exact", []
     return "unknown", derived
+
+
+def _of_changes(where: Parting) -> tuple[str, list[str]]:
+    drawn = any(text.startswith(_GENERATORS) for pair in where.changed.values() for text in pair)
+    return "randomness" if drawn else "state", _changes(where)
 
 
 def _finding(name: str, layout: str, step: int, where: Parting, evidence: Sequence[str]) -> Finding:
