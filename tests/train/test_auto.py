@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import evenstep
+from evenstep.environment import Settings
 from evenstep.errors import IdentityError, UsageError
 from evenstep.record.identity import read_identity
-from evenstep.train.auto import _peak_of, size_text
+from evenstep.train.auto import Choice, Need, Search, _peak_of, size_text
+from evenstep.train.meeting import Meeting
+from evenstep.train.options import Options, choose
 from tests.ranks import run_ranks
 from tests.train.scripts import fingerprints
 
@@ -201,6 +204,32 @@ def test_the_peak_is_what_was_allocated_at_one_time() -> None:
 
     assert _peak_of(work) == 6000
     assert "KINETO_LOG_LEVEL" not in os.environ
+
+
+def test_on_a_gpu_what_torch_counts_and_running_out_of_memory_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for torch's counters: this machine may have no GPU."""
+    gpu, tried = torch.device("cuda", 0), []
+
+    def passes(size: int) -> None:
+        tried.append(size)
+        if size > 12:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for name, value in {
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "mem_get_info": (900, 5000),
+        "memory_reserved": 100,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 70 * tried[-1])
+    options = choose(Settings(), Options(24, "auto", 0, True, "gloo", 1, "cuda", None, None, 1, False, False), 1)
+    search = Search(passes, [], [], lambda size: 24 // size, options, gpu)
+    search._gpus = [gpu]
+    choice = search.choose([1, 2, 3, 4, 6, 8, 12, 24], Meeting(0, 1), "")
+    assert choice == Choice(12, Need(12, 840, 0, 1000), largest=False)
+    assert tried == [1, 2, 4, 8, 12, 24]
+    assert search._needs[24] == Need(24, 1680, 0, 1000)
 
 
 def test_sizes_are_said_for_people() -> None:

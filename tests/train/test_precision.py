@@ -164,6 +164,41 @@ def test_an_overflow_is_computed_again_at_a_smaller_scale_on_every_layout(tmp_pa
             assert found["scales"] == expected["scales"]
 
 
+class Steep(torch.autograd.Function):
+    """The identity, whose gradient is much larger."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 1e4
+
+
+class Slope(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Steep.apply(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+def test_an_overflow_on_one_stage_alone_is_one_for_all(tmp_path: Path) -> None:
+    def script(directory: Path, **options: Any) -> tuple[list[str], float]:
+        with training_run(directory, precision="fp16", **options) as run:
+            model = run.prepare(nn.Sequential(nn.Linear(12, 16), nn.ReLU(), Slope(), nn.Linear(16, 4)))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for step in run.steps(numbers(), steps=2):
+                step.backward(loss_fn)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert run._precision.scaler is not None
+            return fingerprints(run), run._precision.scaler.scale
+
+    expected = script(tmp_path / "alone")
+    assert expected[1] < 2.0**15
+    assert run_ranks(lambda: script(tmp_path / "run", stages=2), 2) == [expected] * 2
+
+
 def test_gradients_from_before_are_kept_while_a_step_is_computed_again(tmp_path: Path) -> None:
     def gradients(large: bool) -> tuple[Tensor, Tensor]:
         with training_run(tmp_path / str(large), precision="fp16", fingerprints=False) as run:

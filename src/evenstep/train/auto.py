@@ -167,9 +167,9 @@ class Search:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Afterwards gradients and buffers are what they were."""
+        """Afterwards gradients are what they were. Running statistics do not change in a trial, and no other buffer
+        may be written in a forward pass."""
         kept = [(p, p.grad) for p in self._parameters]
-        before = [(b, b.clone(), b._version) for b in self._buffers]
         for p, _ in kept:
             p.grad = None
         try:
@@ -177,10 +177,6 @@ class Search:
         finally:
             for p, grad in kept:
                 p.grad = grad
-            with torch.no_grad():
-                for b, value, version in before:
-                    if b._version != version:
-                        b.copy_(value)
 
     def _room(self, size: int, parameters: Sequence[nn.Parameter]) -> int:
         trained = sum(_bytes(p) for p in parameters if p.requires_grad)
