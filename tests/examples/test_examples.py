@@ -47,6 +47,16 @@ def test_one_and_two_processes_end_with_the_same_fingerprint(name: str, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_models_of_transformers_end_with_the_same_fingerprint_in_stages(name: str, tmp_path: Path) -> None:
+    script = EXAMPLES / "transformers_gpt2.py"
+    assert len(script.read_text().splitlines()) <= 40
+    alone = run(str(script), name, "4", cwd=tmp_path)
+    launch = ["-m", "evenstep", "run", "--processes", "2", "--stages", "2"]
+    assert fingerprint(run(*launch, str(script), name, "4", cwd=tmp_path)) == fingerprint(alone)
+
+
+@pytest.mark.slow
 def test_digits_is_right_on_97_percent_of_what_it_has_not_seen(tmp_path: Path) -> None:
     run("-m", "evenstep", "run", "--processes", "2", "--run", "run", str(EXAMPLES / "digits.py"), cwd=tmp_path)
     values = [row["values"] for row in read_metrics(RunPaths(tmp_path / "run").metrics_jsonl)]

@@ -236,7 +236,7 @@ def test_refused(training: Callable[..., Any]) -> None:
         training(drawing(random.random))
     with pytest.raises(UsageError, match="hook that runs after the gradient of"):
         training(plain, lambda model: model.last.bias.register_post_accumulate_grad_hook(lambda p: None))
-    with pytest.raises(UsageError, match="thread replicas cannot copy a compiled model"):
+    with pytest.raises(UsageError, match="first is compiled, and --thread-replicas"):
         training(plain, lambda model: model.first.compile(backend="eager"))
 
     def backward_inside(model: nn.Module, batch: Any) -> Any:

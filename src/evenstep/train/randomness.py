@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from evenstep.errors import UsageError
 from evenstep.train.generators import Own, cpu_generator, current, drawing_from
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -138,15 +139,35 @@ class Randomness:
         known = cpu_generator().initial_seed(), place
         seed = keys.known.get(known)
         if seed is None:
+            if in_backward():
+                return  # a recomputation with other numbers: see `undrawn`
             nth = keys.calls.get(place, 0)
             keys.calls[place] = nth + 1
             seed = keys.known[known] = key(keys.work, place, nth)
         seed_generators(seed)
 
+    @contextmanager
+    def undrawn(self) -> Iterator[None]:
+        """A backward pass. UsageError if it draws random numbers of its own: they would depend on what ran before."""
+        generator = cpu_generator()
+        before = generator.get_state()
+        yield
+        if not torch.equal(before, generator.get_state()):
+            raise UsageError(
+                "the backward pass draws random numbers: with preserve_rng_state=False activation checkpointing "
+                "computes dropout again with others than the loss was computed with",
+                do="leave out preserve_rng_state=False (of torch.utils.checkpoint or gradient_checkpointing_enable)",
+            )
+
     def _keys(self) -> _Keys:
         own = current()
         keys: _Keys = self._main if own is None else own.keys
         return keys
+
+
+def in_backward() -> bool:
+    """Whether autograd runs on this thread: what is computed now is computed again."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class _Border:
@@ -158,7 +179,7 @@ class _Border:
         self._randomness, self._place = randomness, place
 
     def __call__(self, *_: object) -> None:
-        if self._randomness is not None:
+        if not torch.compiler.is_compiling() and self._randomness is not None:
             self._randomness.cross(self._place)
 
     def __reduce__(self) -> tuple[type[_Border], tuple[()]]:
@@ -173,9 +194,7 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
-    compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
-    if not compiled:  # hooks inside a compiled model would break its graph at every block
-        _collect(model, "", found, seen)
+    _collect(model, "", found, seen)
     return found
 
 

@@ -28,9 +28,11 @@ from evenstep.record.publish import write_whole
 from evenstep.train import collectives
 from evenstep.train.auto import Search
 from evenstep.train.checkpoint import Saved, State
+from evenstep.train.compiling import Compiled
 from evenstep.train.data import Reader, shares
 from evenstep.train.dataset import checked_dataset, choose_order
 from evenstep.train.evaluate import evaluate, predict
+from evenstep.train.identity import check_compiled
 from evenstep.train.journal import Journal
 from evenstep.train.layout import lay_out
 from evenstep.train.models import Models, buffers
@@ -69,6 +71,7 @@ class Run:
         self._layout = lay_out(options, ground)
         self._precision = Precision(options.precision, ground.device, options.global_batch)
         self._models = Models(self._meeting, self._randomness, self._layout.place)
+        self._compiled = Compiled(options, ground.device)
         self._checkpoints = Checkpoints(paths)
         self._saved = Saved(self._models, self._meeting, self._checkpoints)
         self._journal = Journal(paths, self.rank)
@@ -150,6 +153,11 @@ class Run:
         in a Sequential, or in a ModuleList that the forward loops over. A module that is not called for every
         micro-batch cannot be among them.
         """
+        if devices is not None:
+            self._compiled.refuse("devices=")
+        for m in (model, *more):
+            if isinstance(m, nn.Module):
+                self._compiled.look(dict(m.named_modules()))
         asked = Asked(stages, devices, example, shard)
         prepared = [self._models.prepare(m, save, asked) for m in (model, *more)]
         self._journal.emit("prepare", models=self._models.kinds[-len(prepared) :])
@@ -371,6 +379,9 @@ class Run:
                     "checkpoints were asked for, and the script does not call run.restore, which says what they hold",
                     do="run.restore(model=model, optimizer=optimizer, ...) before the loop",
                 )
+        how = self._compiled.look(self._models.modules())
+        begun = self._checkpoint_at is not None
+        check_compiled(self._ground, self._paths, how, self._options.allow_other_identity or not begun)
         if self._layout.together is not None:
             self._layout.together.refuse_uneven(schedule)
         self._check_data(schedule, order)
@@ -662,6 +673,7 @@ class Run:
             self._allow_norms()
             self._layout.close()
             self._layout.reducer.close(wait=not failed)
+            self._compiled.close()
             self._layout.statistics.close()
             self._optimizers.end()
             self._meeting.closed = True

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from evenstep.environment import AUTO, read_settings, read_world
 from evenstep.errors import IdentityError, MachineError
-from evenstep.record.identity import differences, read_identity, write_identity
+from evenstep.record.identity import Scalar, read_identity
 from evenstep.record.paths import RunPaths, new_run_directory
 from evenstep.train.auto import refuse_auto
+from evenstep.train.identity import check_identity
 from evenstep.train.options import Options, check_micro_batch, choose
 from evenstep.train.randomness import key, seed_generators
 from evenstep.train.run import Run
@@ -114,7 +115,7 @@ def start(
     options = choose(read_settings(os.environ), asked, world.world_size)
     used = check_backend(options.backend)
     ground = connect(world, used, choose_device(world, used, options.device, options.thread_replicas * options.split))
-    said: dict[str, str | int | bool | None] = {
+    said: dict[str, Scalar] = {
         "global_batch": options.global_batch,
         "micro_batch": options.micro_batch,
         "seed": options.seed,
@@ -132,7 +133,7 @@ def start(
     if options.micro_batch == AUTO:
         options = _with_recorded(ground, paths, options)
         said["micro_batch"] = options.micro_batch
-    _check_identity(ground, paths, said, options.allow_other_identity)
+    check_identity(ground, paths, said, options.allow_other_identity)
     seed_generators(key(options.seed, "start"))
     _current = Run(options, ground, paths, put_back)
     return _current
@@ -169,30 +170,6 @@ def _with_recorded(ground: Ground, paths: RunPaths, options: Options) -> Options
     else:
         refuse_auto(options, ground.device)
     return options
-
-
-def _check_identity(ground: Ground, paths: RunPaths, now: dict[str, str | int | bool | None], allow: bool) -> None:
-    """IdentityError on every process if the run directory was made under another identity."""
-    failed: dict[str, str] = {}
-    if ground.world.rank == 0:
-        try:
-            before = read_identity(paths.identity)
-            changed = [] if before is None else differences(before, now)
-            if changed and not allow:
-                failed = {"lines": "\n    ".join(changed)}
-            elif before is None or changed:
-                write_identity(paths.identity, now)
-        except (IdentityError, MachineError) as error:
-            failed = {"broken": error.message}
-    answer = ground.meeting.say("evenstep.start", failed, site="")[0]
-    if "broken" in answer:
-        raise MachineError(answer["broken"], do="start another run directory (--run DIR)")
-    if answer:
-        raise IdentityError(
-            f"{paths.root} was made under another identity:\n    {answer['lines']}",
-            do="go on with the same options, start another run directory (--run DIR), or say --allow-other-identity "
-            "(the result will then be another than that of an undisturbed run)",
-        )
 
 
 def _script() -> str | None:

@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from evenstep.errors import UsageError
 from evenstep.plan.tree import Node, combine
 from evenstep.train.meeting import Meeting
-from evenstep.train.randomness import kept_generators
+from evenstep.train.randomness import in_backward, kept_generators
 from evenstep.train.synchronised import Synchronised
 
 Key = tuple[str, int, int]  # layer, number of the call within a micro-batch, channels
@@ -184,7 +184,7 @@ class Statistics:
     def counting(self) -> int | None:
         """The micro-batch whose forward runs; None outside one, and in what activation checkpointing recomputes, which
         may be inside one where the loss takes gradients itself."""
-        return None if torch._C._current_graph_task_id() != -1 else self._leaf
+        return None if in_backward() else self._leaf
 
     @contextmanager
     def not_counting(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from evenstep.plan.schedule import StepPlan
 from evenstep.plan.tree import tree_sum
 from evenstep.train.batch import split_batch, to_device
 from evenstep.train.casts import no_cast_cache
+from evenstep.train.compiling import any_compiled, naming_shapes, uncompiled
 from evenstep.train.layout import Layout
 from evenstep.train.lockstep import HANDED_OVER
 from evenstep.train.loss import (
@@ -217,6 +219,10 @@ class Step:
         sums = {name: tree_sum(row.get(name) for row in by_leaf) for name in names}
         return sums[""] if any(a["single"] for a in answers) else sums
 
+    def undrawn(self) -> AbstractContextManager[None]:
+        """Around each backward pass."""
+        return self._randomness.undrawn()
+
     def _exchange(self, kind: str, said: object, site: str) -> list[Any]:
         return self._meeting.say(kind, said, signature=f"step {self.number}", site=site)
 
@@ -310,8 +316,9 @@ class Work:
                 working(layout.together),
                 step._randomness.keyed(),
                 layout.statistics.active(),
-                naming_nondeterministic(self.first),
+                naming_nondeterministic(self.first and not any_compiled(mine)),
                 no_cast_cache(),
+                naming_shapes(),
             ):
                 if self.first and self.second is None:
                     self._first_checks()
@@ -415,7 +422,7 @@ class Work:
         if not any(0 in grid.leaves(micro_batches, rank) for rank in lockstep.ranks):
             return
         look = _Look(self) if 0 in self.share else None
-        with evaluating(self.models):
+        with evaluating(self.models), uncompiled():
             while True:
                 wanted = look.next() if look else []
                 said = {"wanted": len(wanted), "failed": step._told(look.wrong) if look and look.wrong else None}

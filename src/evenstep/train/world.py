@@ -6,7 +6,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from evenstep.environment import World
 from evenstep.errors import MachineError, UsageError
+from evenstep.record.identity import Scalar
 from evenstep.train.meeting import Meeting, by_value, ranks_text
 
 TORCH_RANGE = ((2, 13), (2, 15))  # from the first, below the second; pyproject.toml says the same
@@ -224,7 +225,7 @@ def _cpu_vendor() -> str:
     return platform.machine()
 
 
-def check_same(ground: Ground, things: dict[str, str | int | bool | None]) -> None:
+def check_same(ground: Ground, things: Mapping[str, Scalar]) -> None:
     """UsageError on every process where `things` (name -> value) differ between processes, naming ranks and values."""
     answers = ground.meeting.say("evenstep.start", things, site="")
     for name in things:

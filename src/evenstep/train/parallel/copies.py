@@ -114,11 +114,10 @@ class Copies:
 
     def _module(self, module: nn.Module) -> nn.Module:
         kind = type(module).__name__
-        compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        if compiled or isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(
-                f"thread replicas cannot copy a compiled model ({kind})",
-                do="leave out torch.compile, or use processes in place of thread replicas (--processes)",
+                f"thread replicas cannot copy a module of TorchScript ({kind})",
+                do="leave out torch.jit, or use processes in place of thread replicas (--processes)",
             )
         copy: nn.Module = self._object(module)
         return copy

@@ -18,6 +18,7 @@ def compute(work: Work) -> None:
         if i == work.share[-1]:
             work.open()
         if loss.requires_grad:
-            loss.backward()
+            with work.step.undrawn():
+                loss.backward()
         del loss
         work.reduction.leaf_done()

@@ -286,15 +286,17 @@ class Shards:
             graph = bool(losses) and losses[0].requires_grad
             part = f"backward {work.trained}"
             reduction.computes = graph
-            passes.run(partial(self._backward, models, losses.pop()) if graph else None, part)
+            passes.run(partial(self._backward, work, losses.pop()) if graph else None, part)
             losses.clear()
             reduction.leaf_done()
         if rounds == 0:
             work.open()
         passes.check()
 
-    def _backward(self, models: Sequence[nn.Module], loss: Tensor) -> None:
-        loss.backward()
+    def _backward(self, work: Work, loss: Tensor) -> None:
+        models = work.models
+        with work.step.undrawn():
+            loss.backward()
         for model in models:
             params = [p for group in self.groups_of([model]) for p in group.params]
             if any(p.unsharded_param.grad is not None for p in params):

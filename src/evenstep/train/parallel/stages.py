@@ -208,7 +208,7 @@ class _Passage:
         before = [(p.grad, None if p.grad is None else p.grad._version) for p, _, _ in self.shared]
         totals: list[Tensor | None] = []
         try:
-            with self.units.recomputed(flight):
+            with self.units.recomputed(flight), self.work.step.undrawn():
                 if roots:
                     torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
             for (p, _, loose), seed, was in zip(self.shared, seeds, before, strict=True):

@@ -145,7 +145,8 @@ class _Part:
                 loss = work.leaf(i)
                 assert loss is not None
                 if loss.requires_grad:
-                    loss.backward()
+                    with work.step.undrawn():
+                        loss.backward()
                 del loss
                 self.leaves.leaf_done()
             work.untouched.check_buffers()
