@@ -42,7 +42,7 @@ def main() -> int:
     for name in ("measured here", "value", "target", "", "note"):
         table.add_column(name, justify="right" if name in ("value", "target") else "left")
     missed = 0
-    for measure in (order, launch, step, threads, memory):
+    for measure in (order, launch, step, threads, stages, memory):
         with console.status(f"measuring: {measure.__name__}"):
             for line in measure():
                 met = line.value <= line.target
@@ -102,6 +102,13 @@ def threads() -> Iterator[Measured]:
     yield Measured(
         "step, transformer, 2 thread replicas, / threads", statistics.median(found["ratios"]), 1.10, "", note
     )
+
+
+def stages() -> Iterator[Measured]:
+    with tempfile.TemporaryDirectory() as folder:
+        found = last_json(evenstep_run(2, folder, str(HERE / "stages.py")))
+    note = f"{spread(found['ratios'])}; fastest / fastest {found['fastest']:.2f}"
+    yield Measured("step, transformer, 2 stages, / Schedule1F1B", statistics.median(found["ratios"]), 1.10, "", note)
 
 
 def memory() -> Iterator[Measured]:

@@ -48,3 +48,13 @@ def test_threads_give_a_ratio_for_each_pair_of_turns(tmp_path: Path) -> None:
     assert isinstance(ratios, list)
     assert len(ratios) == 2
     assert all(ratio > 0 for ratio in ratios)
+
+
+@pytest.mark.slow
+def test_stages_give_a_ratio_for_each_pair_of_turns(tmp_path: Path) -> None:
+    launch = ["-m", "evenstep", "run", "--processes", "2", "--run", "run"]
+    found = printed(*launch, str(BENCH / "stages.py"), "--turns", "2", cwd=tmp_path)
+    ratios = found["ratios"]
+    assert isinstance(ratios, list)
+    assert len(ratios) == 2
+    assert all(ratio > 0 for ratio in ratios)

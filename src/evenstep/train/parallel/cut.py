@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from evenstep.errors import UsageError
 from evenstep.plan.balance import balance
+from evenstep.train.options import Asked
 from evenstep.train.randomness import blocks
+from evenstep.train.sizes import COPIES, unit_sizes
 
 BY_HAND = "cut it by hand: run.prepare(model, stages=[...]) with the name of the first unit of each later stage"
 
@@ -50,8 +53,8 @@ class Cut:
         return said
 
 
-def cut(model: nn.Module, stages: int, asked: Sequence[str] | None) -> Cut:
-    """Cuts `model` where `asked` says (the first unit of each later stage), else into parts of about equal size.
+def cut(model: nn.Module, stages: int, asked: Asked) -> Cut:
+    """Cuts `model` where `asked.stages` says (the first unit of each later stage), else into parts of about equal cost.
 
     UsageError, by name, for a model that cannot be cut like this.
     """
@@ -69,7 +72,10 @@ def cut(model: nn.Module, stages: int, asked: Sequence[str] | None) -> Cut:
             do=f"start with --stages {max(1, len(units))} or less; a unit is a child of the model, or an entry of a "
             "Sequential or ModuleList",
         )
-    parts = _balanced(units, stages) if asked is None else _as_asked(units, stages, asked)
+    if asked.stages is None:
+        parts = _balanced(units, _costs(model, units, asked.example), stages)
+    else:
+        parts = _as_asked(units, stages, asked.stages)
     stage_of = {k: stage for stage, part in enumerate(parts) for k in part}
     holders: dict[int, list[int]] = {}
     for k, (_, unit) in enumerate(units):
@@ -121,8 +127,22 @@ def _has_state(unit: nn.Module) -> bool:
     return counts or any(True for _ in unit.parameters())
 
 
-def _balanced(units: Sequence[tuple[str, nn.Module]], stages: int) -> list[range]:
-    """Parts of about equal size. A part does not begin with an embedding: what it takes is no activation."""
+def _costs(model: nn.Module, units: Sequence[tuple[str, nn.Module]], example: Any) -> list[float]:
+    """What each unit takes in training: its parameters, also those that it shares, and its activations if there is an
+    example. A unit without a state counts with the one before it."""
+    numbers = {id(unit): k for k, (_, unit) in enumerate(units)}
+    costs = [0.0] * len(units)
+    at = 0
+    for size in unit_sizes(model, example):
+        at = numbers.get(id(size.module), at)
+        costs[at] += size.activations
+    for k, (_, unit) in enumerate(units):
+        costs[k] += sum(p.numel() * p.element_size() * (COPIES if p.requires_grad else 1) for p in unit.parameters())
+    return costs
+
+
+def _balanced(units: Sequence[tuple[str, nn.Module]], costs: Sequence[float], stages: int) -> list[range]:
+    """Parts of about equal cost. A part does not begin with an embedding: what it takes is no activation."""
     starts = [k for k, (_, unit) in enumerate(units) if k == 0 or not isinstance(unit, (nn.Embedding, nn.EmbeddingBag))]
     if len(starts) < stages:
         raise UsageError(
@@ -130,7 +150,6 @@ def _balanced(units: Sequence[tuple[str, nn.Module]], stages: int) -> list[range
             "asked for",
             do=f"start with --stages {len(starts)} or less",
         )
-    costs = [float(_size(unit)) for _, unit in units]
     ends = [*starts[1:], len(units)]
     groups = balance([sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)], stages)
     return [range(starts[group.start], ends[group.stop - 1]) for group in groups]
@@ -151,10 +170,6 @@ def _as_asked(units: Sequence[tuple[str, nn.Module]], stages: int, asked: Sequen
             do=f"give {stages - 1} names in the model's order: {BY_HAND}",
         )
     return [range(a, b) for a, b in pairwise(at)]
-
-
-def _size(unit: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in unit.parameters())
 
 
 def _parameters(modules: Sequence[nn.Module]) -> list[Tensor]:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import UsageError
+from evenstep.train.batch import map_tensors
+from evenstep.train.batch import tensors as tensors_in
 
 
 def _names(text: str) -> frozenset[str]:
@@ -49,6 +51,9 @@ _ONE_TENSOR = _names(
 )
 """Functions that draw nothing and return one tensor: computed when somebody asks for the shape, which is seldom."""
 
+_DRAWING = _names("bernoulli_ normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_")
+"""Of what changes a ghost in place: what must draw as many random numbers as it does for the tensor."""
+
 _INPLACE = _names("__iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __ipow__ __imod__ __iand__ __ior__")
 
 
@@ -84,7 +89,7 @@ class Ghost(Tensor):
         if name == "__repr__":
             return f"<a tensor of {found.unit}, on an earlier stage>"
         here = bool(args) and isinstance(args[0], Tensor) and not isinstance(args[0], Ghost)
-        if name in _READING:
+        if name in _READING or (name == "__getitem__" and _by_mask(args[1])):
             raise UsageError(
                 f"a value of what {found.unit} returned is read ({name}) in code that runs on a later stage too",
                 do="do it inside a module, or cut the model elsewhere (run.prepare(model, stages=[...]))",
@@ -94,12 +99,15 @@ class Ghost(Tensor):
                 f"what {found.unit} returned is written into another tensor ({name}) in code between the stages",
                 do="compute a new tensor, inside a module",
             )
-        if _writes(name):
-            return args[0]
 
         def compute() -> Any:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*map_tensors(args, _stand_in), **map_tensors(kwargs, _stand_in))
+
+        if _writes(name):
+            if name in _DRAWING:
+                compute()
+            return args[0]
 
         if name in ABOUT or name in _FRESH or (here and name in _CONVERTING):
             return compute()
@@ -141,20 +149,8 @@ def put_together(structure: list[Any], tensors: Sequence[Any]) -> Any:
 
 
 def find(nest: Any) -> Ghost | None:
-    """The first Ghost in dicts, lists, tuples, slices and objects that are mappings; None if there is none."""
-    if isinstance(nest, Tensor):
-        return nest if isinstance(nest, Ghost) else None
-    if isinstance(nest, (list, tuple)):
-        inner: Any = nest
-    elif isinstance(nest, Mapping):
-        inner = nest.values()
-    else:
-        return None
-    for value in inner:
-        found = find(value)
-        if found is not None:
-            return found
-    return None
+    """The first ghost in a nest; None if there is none."""
+    return next((tensor for tensor in tensors_in(nest) if isinstance(tensor, Ghost)), None)
 
 
 def function_name(func: Callable[..., Any]) -> str:
@@ -184,6 +180,10 @@ def _writes(name: str) -> bool:
     return inplace or name in ("__setitem__", "__set__") or name in _INPLACE
 
 
+def _by_mask(index: Any) -> bool:
+    return any(isinstance(leaf, Ghost) and leaf.dtype in (torch.bool, torch.uint8) for leaf in tensors_in(index))
+
+
 def _stand_in(leaf: Tensor) -> Tensor:
     if isinstance(leaf, Ghost):
         return leaf.stand_in()
@@ -195,17 +195,3 @@ def blank(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     if dtype.is_floating_point:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.zeros(shape, dtype=dtype, device=device)  # whole numbers may be used as indices
-
-
-def map_tensors(nest: Any, change: Callable[[Tensor], Any]) -> Any:
-    """`nest` with each tensor in its lists, tuples and dicts changed."""
-    if isinstance(nest, Tensor):
-        return change(nest)
-    if isinstance(nest, (list, tuple)):
-        values = [map_tensors(value, change) for value in nest]
-        if hasattr(nest, "_fields"):
-            return type(nest)(*values)
-        return values if isinstance(nest, list) else type(nest)(values) if type(nest) is not tuple else tuple(values)
-    if isinstance(nest, dict):
-        return {key: map_tensors(value, change) for key, value in nest.items()}
-    return nest

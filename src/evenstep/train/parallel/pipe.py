@@ -42,22 +42,24 @@ class Pipe:
         self.stage, self.ranks = stage, ranks
         self.meeting = Meeting(stage, len(ranks), words)
         self._words, self._lanes = words, lanes
-        self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
+        self._leaving: deque[list[tuple[dist.Work, Tensor]]] = deque()  # by message; what is sent must stay
 
     def send(self, to: int, kind: int, message: Message) -> None:
-        """Does not wait for the other stage. PeerFailed where it has gone."""
+        """Waits only where far more messages are under way than 1F1B has. PeerFailed where the other stage has gone."""
         text = json.dumps([message.failed, message.said, message.forms]).encode()
         raw = len(text).to_bytes(8, "little") + text
         head = raw[:_HEADER].ljust(_HEADER, b"\0")
         parts = [_bytes(head)] + ([_bytes(raw[_HEADER:])] if len(raw) > _HEADER else [])
+        self._leaving.append([])
         try:
             for part in parts:
                 self._push(part, to, kind, self._words)
             for tensor in message.tensors:
                 if tensor is not None and tensor.numel():
-                    self._push(_packed(tensor.detach()), to, kind, self._lane(kind, tensor))
-            while len(self._leaving) > 16 * len(self.ranks):
-                self._leaving.popleft()[0].wait()
+                    packed = _packed(tensor.detach())
+                    self._push(packed if self._lanes else packed.cpu(), to, kind, self._lane(kind))
+            while len(self._leaving) > 4 * len(self.ranks):
+                self._taken()
         except RuntimeError as error:
             raise self._lost(to, error) from error
 
@@ -79,14 +81,19 @@ class Pipe:
         """Waits until all that was sent has been taken."""
         try:
             while self._leaving:
-                self._leaving.popleft()[0].wait()
+                self._taken()
         except RuntimeError as error:
             raise self._lost(None, error) from error
 
     def _push(self, tensor: Tensor, to: int, kind: int, group: dist.ProcessGroup) -> None:
         work = dist.isend(tensor, self.ranks[to], group=group, tag=kind)
         assert work is not None
-        self._leaving.append((work, tensor))
+        self._leaving[-1].append((work, tensor))
+
+    def _taken(self) -> None:
+        """Waits until the oldest message has been."""
+        for work, _ in self._leaving.popleft():
+            work.wait()
 
     def _pull(self, size: int, sender: int, kind: int) -> bytes:
         buffer = torch.empty(size, dtype=torch.uint8)
@@ -96,15 +103,16 @@ class Pipe:
     def _tensor(self, form: list[Any], sender: int, kind: int, device: torch.device) -> Tensor:
         shape, strides, name = form
         once = [size if stride else min(size, 1) for size, stride in zip(shape, strides, strict=True)]
-        packed = torch.empty(once, dtype=getattr(torch, name), device=device)
+        packed = torch.empty(once, dtype=getattr(torch, name), device=device if self._lanes else "cpu")
         if packed.numel():
-            dist.recv(packed, self.ranks[sender], group=self._lane(kind, packed), tag=kind)
+            dist.recv(packed, self.ranks[sender], group=self._lane(kind), tag=kind)
+        packed = packed.to(device)
         if packed.stride() != tuple(strides):
             packed = torch.empty_strided(once, strides, dtype=packed.dtype, device=device).copy_(packed)
         return packed if once == shape else packed.expand(shape)
 
-    def _lane(self, kind: int, tensor: Tensor) -> dist.ProcessGroup:
-        return self._words if self._lanes is None or not tensor.is_cuda else self._lanes[kind]
+    def _lane(self, kind: int) -> dist.ProcessGroup:
+        return self._lanes[kind] if self._lanes else self._words
 
     def _lost(self, stage: int | None, error: RuntimeError) -> Exception:
         when = "in the pipeline" if stage is None else f"(stage {stage}, rank {self.ranks[stage]}) in the pipeline"

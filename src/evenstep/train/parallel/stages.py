@@ -60,7 +60,7 @@ class Stages(Lockstep):
                 "a second model was prepared, and the stages of a pipeline are cut from one model",
                 do="start without --stages where there are several (a GAN, a moving average)",
             )
-        cut = cutting.cut(model, self.grid.stages, asked.stages)
+        cut = cutting.cut(model, self.grid.stages, asked)
         elsewhere = cutting.place(model, cut, self.stage, self.device)
         self._units = Units(model, cut, self.stage, elsewhere, self.device)
         self.plan += cut.lines()

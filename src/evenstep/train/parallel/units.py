@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils.checkpoint import CheckpointFunction
 
 from evenstep.errors import UsageError
+from evenstep.train.batch import map_tensors, tensors
 from evenstep.train.lockstep import HANDED_OVER
 from evenstep.train.parallel.cut import BY_HAND, Cut
 from evenstep.train.parallel.ghost import (
@@ -24,7 +25,6 @@ from evenstep.train.parallel.ghost import (
     find,
     function_name,
     is_question,
-    map_tensors,
     put_together,
     take_apart,
 )
@@ -152,9 +152,9 @@ class Units:
         self._refuse_elsewhere(name, (args, kwargs))
         result = self._computed(k, forward, args, kwargs)
         if self.part.stop < len(self.cut.units) and not flight.recomputing:
-            tensors: list[Tensor] = []
-            structure = take_apart(result, tensors, f"the output of {name}")
-            flight.made[name] = [structure, [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]]
+            made: list[Tensor] = []
+            structure = take_apart(result, made, f"the output of {name}")
+            flight.made[name] = [structure, [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in made]]
         return result
 
     def _computed(self, k: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -251,8 +251,8 @@ class Units:
         ghost = find(given)
         if ghost is not None:
             self._refuse_skip(name, ghost)
-        for tensor in _tensors(given):
-            if tensor.is_meta and id(tensor) in self.elsewhere:
+        for tensor in tensors(given):
+            if id(tensor) in self.elsewhere:
                 self.refuse_use(self.elsewhere[id(tensor)])
 
     def _refuse_reentrant(self, name: str) -> None:
@@ -334,8 +334,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
-            if tensor.is_meta and id(tensor) in self._units.elsewhere:
+        for tensor in tensors((args, kwargs)):
+            if id(tensor) in self._units.elsewhere:
                 name = function_name(func)
                 if name == "device":
                     return self._units.device
@@ -362,19 +362,6 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[An
         raise UsageError(f"{name} is called without arguments: no activation can be handed to it", do=BY_HAND)
     first, *rest = kwargs
     return kwargs[first], [kwargs[key] for key in rest]
-
-
-def _tensors(nest: Any) -> Iterator[Tensor]:
-    """The plain tensors in lists, tuples and dicts."""
-    if isinstance(nest, Tensor):
-        if not isinstance(nest, Ghost):
-            yield nest
-    elif isinstance(nest, (list, tuple)):
-        for value in nest:
-            yield from _tensors(value)
-    elif isinstance(nest, dict):
-        for value in nest.values():
-            yield from _tensors(value)
 
 
 def _whole(tensors: list[Tensor | None]) -> list[Tensor]:
