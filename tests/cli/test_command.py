@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from evenstep import __version__
+from evenstep.cli import preflight
 from evenstep.cli.report import resume_command
 from evenstep.launch.undo import absent, take_back
 from evenstep.record.paths import RunPaths
@@ -214,6 +215,15 @@ def test_words_for_processes(tmp_path: Path) -> None:
     for word, expected in [("cpu", cores), ("auto", cores), ("3", "3"), (None, "1")]:
         options = [] if word is None else ["--nproc_per_node", word]
         assert evenstep(tmp_path, "run", *options, "a.py", env=env).out == f"{expected}\n"
+
+
+def test_processes_of_several_gpus_or_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "visible_gpus", lambda environ: 8)
+    assert preflight.process_count(None) == 8
+    assert preflight.process_count(None, replicas=2, split=2) == preflight.process_count("gpu", 2, 2) == 2
+    assert preflight.process_count(None, split=16) == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
+    assert preflight.process_count("cpu", replicas=2, split=2) == 3
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,19 @@ def test_tied_units_lie_together() -> None:
     assert split(Owner()).places == {"first": 0, "second": 1, "third": 0}
 
 
+def test_thread_replicas_move_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Split] = []
+
+    def keep(*about: Any) -> Split:
+        made.append(split_model(*about))
+        return made[-1]
+
+    monkeypatch.setattr("evenstep.train.parallel.split.split_model", keep)
+    train_cnn(tmp_path / "one", split=2)
+    train_cnn(tmp_path / "two", split=2, thread_replicas=2)
+    assert made[0].moves == made[1].moves > 100
+
+
 @pytest.mark.parametrize(
     ("make", "devices", "message"),
     [
