@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from evenstep.errors import LossError, PeerFailed
+from evenstep.errors import LossError, PeerFailed, UsageError
 from tests.ranks import run_ranks
 from tests.train.scripts import fingerprints, training_run
 
@@ -33,7 +33,7 @@ class Towers(nn.Module):
         norm = nn.BatchNorm1d(8) if statistics else nn.LayerNorm(8)
         self.left = nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4))
         self.right = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+        self.logit_scale = nn.Parameter(torch.ones(1))
 
     def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return F.normalize(self.left(left), dim=1), F.normalize(self.right(right), dim=1)
@@ -73,13 +73,35 @@ def with_all() -> nn.Module:
     return Towers(dropout=0.2, statistics=True)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_same_bits_on_several_processes(world_size: int, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "layout", "precision"),
+    [(3, {}, "fp32"), (2, {"shard": True}, "fp32"), (2, {"thread_replicas": 2}, "fp32"), (2, {}, "fp16")],
+)
+def test_the_same_bits_on_every_layout(world_size: int, layout: dict[str, Any], precision: str, tmp_path: Path) -> None:
     expected = train(tmp_path / "alone", with_all, precision=precision)
     assert len(set(expected)) == len(expected) == 8
-    several = run_ranks(lambda: train(tmp_path / "run", with_all, precision=precision), world_size)
+    several = run_ranks(lambda: train(tmp_path / "run", with_all, precision=precision, **layout), world_size)
     assert several == [expected] * world_size
+
+
+def test_what_a_layout_cannot_do_is_refused(tmp_path: Path) -> None:
+    def said(directory: Path, loss: Any, cut: Any = None, **layout: Any) -> str:
+        texts = []
+        with training_run(directory, global_batch=BATCH, fingerprints=False, **layout) as run:
+            run.prepare(Towers(), shard=cut)
+            for step in run.steps(pairs(), steps=1):
+                with pytest.raises(UsageError) as caught:
+                    step.backward_whole(embed, loss)
+                texts.append(str(caught.value))
+        return texts[0]
+
+    def deeper(model: Towers, embeddings: Any) -> Any:
+        return model.left[4](F.pad(embeddings["left"], (0, 4))).square().mean()
+
+    for text in run_ranks(lambda: said(tmp_path / "stages", info_nce, stages=2), 2):
+        assert "step.backward_whole is not offered with --stages" in text
+    for text in run_ranks(lambda: said(tmp_path / "shard", deeper, ["left.4"], shard=True), 2):
+        assert "calls a module whose parameters are cut by themselves" in text
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, BATCH])
