@@ -145,6 +145,9 @@ def test_tied_units_lie_together() -> None:
     assert placed.places == {"embed": 0, "blocks.0": 0, "blocks.1": 1, "head": 0}
     assert sum(placed.bytes) == sum(p.numel() * 4 for p in model.parameters())
 
+    words = nn.Sequential(nn.Embedding(500, 8), nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    assert split(words).places == {"0": 0, "1": 0, "2": 1, "3": 1}  # words and positions are added up
+
     class Owner(nn.Module):
         def __init__(self) -> None:
             super().__init__()

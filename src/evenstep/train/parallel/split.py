@@ -190,13 +190,16 @@ def _device(name: str | torch.device) -> torch.device:
 
 def _balanced(model: nn.Module, parts: int, example: Any) -> dict[str, int]:
     """Units in order, in parts of about equal size; those that share parameters together, where the first of them is,
-    and with the first unit where the model uses them itself."""
+    and with the first unit where the model uses them itself. An embedding lies where the unit before it does: what both
+    return is usually added up."""
     sizes = unit_sizes(model, example)
     refuse_fewer(model, sizes, parts, "devices")
     owners = {id(p): 0 for p in _loose(model, [size.module for size in sizes])}
     leader = []  # of each unit: the one whose device it lies on
     for k, size in enumerate(sizes):
         with_others = [owners[id(p)] for p in size.module.parameters() if id(p) in owners]
+        if k > 0 and isinstance(size.module, (nn.Embedding, nn.EmbeddingBag)):
+            with_others.append(leader[k - 1])
         leader.append(min(with_others, default=k))
         for p in size.module.parameters():
             owners.setdefault(id(p), leader[k])
@@ -204,8 +207,8 @@ def _balanced(model: nn.Module, parts: int, example: Any) -> dict[str, int]:
     if len(leaders) < parts:
         raise UsageError(
             f"{type(model).__name__} has {len(sizes)} units, of which only {len(leaders)} share no parameter with an "
-            f"earlier one; {parts} devices were asked for",
-            do="ask for fewer devices, or untie the parameters",
+            f"earlier one and are no further embeddings; {parts} devices were asked for",
+            do="ask for fewer devices, untie the parameters, or give devices={name of a submodule: device}",
         )
     costs = dict.fromkeys(leaders, 0.0)
     for k, size in enumerate(sizes):
