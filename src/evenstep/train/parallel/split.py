@@ -195,7 +195,7 @@ def _balanced(model: nn.Module, parts: int, example: Any) -> dict[str, int]:
     sizes = unit_sizes(model, example)
     refuse_fewer(model, sizes, parts, "devices")
     owners = {id(p): 0 for p in _loose(model, [size.module for size in sizes])}
-    leader = []  # of each unit: the one whose device it lies on
+    leader: list[int] = []  # of each unit: the one whose device it lies on
     for k, size in enumerate(sizes):
         with_others = [owners[id(p)] for p in size.module.parameters() if id(p) in owners]
         if k > 0 and isinstance(size.module, (nn.Embedding, nn.EmbeddingBag)):
