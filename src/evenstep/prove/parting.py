@@ -61,6 +61,8 @@ class _Finder:
     def __init__(self, reference: Traces, other: Traces) -> None:
         self.mine = [event for rank in reference for event in rank]
         self.theirs = [event for rank in other for event in rank]
+        self.other = other
+        self.called = {event["module"] for event in self.of("forward", self.theirs)}
         self.tensor = next(iter(self.differing("state", "after")), None)
 
     def at(self, place: str, **fields: Any) -> Parting:
@@ -96,6 +98,8 @@ class _Finder:
             if self.differs(batch, self.same("batch", call=call, micro_batch=i)):
                 yield self.at("data", call=call, micro_batch=i, lines=self.code("data"))
             for event in self.of("forward", self.mine, call=call, micro_batch=i):
+                if event["module"] not in self.called:
+                    continue
                 place = {"module": event["module"], "nth": event["nth"]}
                 if self.differs(event, self.same("forward", call=call, micro_batch=i, **place)):
                     yield self.made_by(event, call, i)
@@ -103,6 +107,8 @@ class _Finder:
                 if self.differs(event, self.same("loss", call=call, micro_batch=i)):
                     yield self.at("loss", call=call, micro_batch=i, lines=event["lines"])
             for event in self.of("backward", self.mine, call=call, micro_batch=i):
+                if event["module"] not in self.called:
+                    continue
                 place = {"module": event["module"], "nth": event["nth"]}
                 if self.differs(event, self.same("backward", call=call, micro_batch=i, **place)):
                     yield self.at("backward", call=call, micro_batch=i, module=event["module"])
@@ -140,8 +146,12 @@ class _Finder:
                 yield self.at("gradients", names=names, lines=self.code("loop"))
 
     def updates(self) -> list[tuple[Event, Event]]:
-        """What optimizers found, on one process and on rank 0 of the other layout."""
-        mine, theirs = (self.of("optimizer", some) for some in self.both())
+        """What each optimizer found, on one process and on all of the other layout; values are rank 0's there."""
+        mine = [{**one, "hashes": _joined([one["hashes"]])} for one in self.of("optimizer", self.mine)]
+        theirs = [
+            {**same[0], "hashes": _joined([one["hashes"] for one in same])}
+            for same in zip(*(self.of("optimizer", list(events)) for events in self.other), strict=False)
+        ]
         return list(zip(mine, theirs, strict=False))
 
     def hyperparameters(self) -> tuple[str, ...]:

@@ -131,12 +131,20 @@ class _Search:
             kind = (row.layout.resumed, row.layout.settings)
             if kind not in seen:
                 seen.add(kind)
-                self._find(self._reason(row))
+                finding = self._reason(row)
+                if finding.name == "unknown" and not any(one.layout.again for one in self._rows):
+                    finding = self._differs_from_itself() or finding
+                self._find(finding)
 
     def _find(self, finding: Finding) -> None:
         """One finding for each reason and place: another layout may show the same one."""
         if not any((finding.name, finding.module) == (other.name, other.module) for other in self._findings):
             self._findings.append(finding)
+
+    def _differs_from_itself(self) -> Finding | None:
+        """The reason why one process differs from itself, if it does."""
+        row = _row(self._attempt(LAYOUTS["again"]), self._expected)
+        return self._reason(row) if row.verdict == "differs" else None
 
     def _failed(self, row: Row) -> Finding:
         return of_failure(row.layout.title, row.error_type, row.reason, self._starter.file)

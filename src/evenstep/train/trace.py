@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evenstep.record.events import EventWriter
 from evenstep.record.paths import RunPaths
+from evenstep.train.agreement import by_path
 from evenstep.train.batch import tensors
 from evenstep.train.loss import Leaf
 from evenstep.train.models import Models
@@ -108,7 +109,11 @@ class Trace:
         self._events.emit("gradients", call=call, hashes=self._gradients())
 
     def _gradients(self) -> dict[str, str]:
-        return {name: _gradient(p) for name, p in self._models.parameters()}
+        """By name, and for what is not whole here by name and places, as `by_path` tells parts."""
+        found: dict[str, str] = {}
+        for name, p in self._models.parameters():
+            found.update({name: NOT_HERE if p.is_meta else "none"} if p.grad is None else _parts(name, p.grad))
+        return found
 
     def _optimizer(self, optimizer: Optimizer, *_: object) -> None:
         name = type(optimizer).__name__
@@ -118,9 +123,9 @@ class Trace:
             for key, value in group.items()
             if key != "params" and (text := said(value)) is not None
         }
-        mine = [self._parameters.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+        mine = {self._parameters.get(id(p), "") for group in optimizer.param_groups for p in group["params"]}
         found = self._gradients()
-        hashes = {parameter: found[parameter] for parameter in mine if parameter in found}
+        hashes = {key: value for key, value in found.items() if key.partition("\0")[0] in mine}
         self._events.emit("optimizer", name=name, hashes=hashes, values=values)
 
     # ---- modules
@@ -144,11 +149,11 @@ class Trace:
         self._events.emit(
             "forward",
             **call,
-            kind_of_module=type(module).__name__,
+            kind_of_module=_class(module).__name__,
             parent=parent,
             got=f"{got} {hash_of(kwargs)}" if kwargs else got,
             hash=hash_of(output),
-            lines=_class_lines(type(module)),
+            lines=_class_lines(_class(module)),
         )
         for tensor in tensors(output):
             if tensor.requires_grad:
@@ -194,13 +199,20 @@ def hash_of(nest: Any) -> str:
 
 def _inner(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        yield name or type(model).__name__, module
+        yield name or _class(model).__name__, module
 
 
-def _gradient(p: nn.Parameter) -> str:
-    if p.grad is None:
-        return NOT_HERE if p.is_meta else "none"
-    return hash_of(p.grad)
+def _class(module: nn.Module) -> type:
+    """The user's class: sharding puts one of its own in front of it (FSDPNet)."""
+    kinds = [kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP")]
+    return kinds[0] if len(kinds) < len(type(module).__mro__) - 1 else type(module)
+
+
+def _parts(name: str, gradient: Tensor) -> dict[str, str]:
+    if gradient.layout != torch.strided:
+        return {name: hash_of(gradient.to_dense())}
+    found = by_path({"": gradient}, parts=True)
+    return {name + path[path.find("\0") :] if "\0" in path else name: value for path, value in found.items()}
 
 
 def _users_lines(code: CodeType | None) -> list[Any] | None:
