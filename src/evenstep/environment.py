@@ -17,6 +17,12 @@ from evenstep.errors import UsageError
 LAUNCH = "EVENSTEP_LAUNCH"
 """The random tag in the environment of every process of one launch; processes are found and counted by it."""
 
+TOKEN = "EVENSTEP_TOKEN"
+"""What the launchers of several hosts must all know. Never given to training processes, nor on a command line."""
+
+NOTICES = "EVENSTEP_NOTICES"
+"""The descriptor on which a training process tells its launcher that it is about to end, and by itself."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -104,8 +110,6 @@ def write_world(world: World) -> dict[str, str]:
         "WORLD_SIZE": world.world_size,
         "LOCAL_RANK": world.local_rank,
         "LOCAL_WORLD_SIZE": world.local_world_size,
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 1,
         "ROLE_RANK": world.rank,
         "ROLE_WORLD_SIZE": world.world_size,
         "ROLE_NAME": "default",

@@ -51,6 +51,10 @@ class CheckpointError(EvenstepError):
     """A checkpoint that is damaged, or that belongs to another model."""
 
 
+class Stopped(SystemExit):
+    """A signal asked the run to stop: the step was finished and a checkpoint written. No failure, so no Exception."""
+
+
 class MachineError(EvenstepError):
     """Hosts, network or disk failed."""
 

@@ -13,7 +13,7 @@ MANY = """
 import sys
 from pathlib import Path
 from evenstep.environment import Settings
-from evenstep.launch.local import Script, run_local
+from evenstep.launch.local import Script, run_alone
 from evenstep.launch.warm import Warm
 from evenstep.record.paths import RunPaths
 
@@ -21,7 +21,7 @@ def start(warm, name, processes):
     paths = RunPaths(Path(name))
     paths.root.mkdir()
     script = Script("script.py", False, ("word",))
-    outcome = run_local(script, paths, processes, Settings(), made=(), show="none", say=print, warm=warm)
+    outcome = run_alone(script, paths, processes, Settings(), made=(), show="none", say=print, warm=warm)
     logs = [paths.log(rank).read_text() for rank in range(processes)]
     return sorted(one.code for one in outcome.exits), sorted("".join(logs).splitlines())
 

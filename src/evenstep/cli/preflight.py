@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import socket
 from pathlib import Path
 
-from evenstep.environment import LAUNCH, read_world
+from evenstep.environment import LAUNCH, TOKEN, read_world
 from evenstep.errors import MachineError, UsageError
 from evenstep.launch.gpus import visible_gpus
+from evenstep.launch.nodes import Nodes, tell_node_0
+from evenstep.launch.remote import Host, parse_hosts, read_hostfile
 from evenstep.launch.undo import absent, take_back
 from evenstep.record.paths import RunPaths, new_run_directory
 
@@ -103,6 +106,53 @@ def process_count(asked: int | str | None, replicas: int = 1, split: int = 1) ->
     if asked == "cpu" or (asked == "auto" and gpus == 0):
         return max(1, len(os.sched_getaffinity(0)) // replicas)
     return max(1, gpus // (replicas * split))
+
+
+def nodes(count: int | None, rank: int | None, address: str | None, port: int | None, patience: float) -> Nodes | None:
+    """What was said about several hosts; None: there is one, and nothing was said."""
+    if count is None and rank in (None, 0):
+        if address is not None or port is not None:
+            raise UsageError(
+                "--master-addr and --master-port are for several hosts, and --nodes was not given",
+                do="give --nodes and --node-rank too; on one host leave them out: evenstep finds a free port",
+            )
+        return None
+    if count is None or (rank is not None and rank >= count):
+        said = "--nodes was not given" if count is None else f"--nodes is {count}"
+        wanted = max(2, (rank or 0) + 1)
+        if count is not None and address is not None and port is not None:
+            tell_node_0(Nodes(count, rank or 0, address, port, os.environ.get(TOKEN, ""), 0.0), socket.gethostname())
+        raise UsageError(
+            f"--node-rank {rank}, but {said}: nodes are numbered from 0 to {(count or 1) - 1}",
+            do=f"give --nodes {wanted} (how many there are in all) on every node",
+        )
+    if count == 1 and (address is None or port is None):
+        return None
+    if rank is None or address is None or port is None:
+        missing = {"--node-rank": rank, "--master-addr": address, "--master-port": port}
+        raise UsageError(
+            f"--nodes {count} needs {', '.join(name for name, value in missing.items() if value is None)} too",
+            do="on the first host: --node-rank 0 --master-addr ITS-ADDRESS --master-port PORT; on the others the same "
+            "with --node-rank 1, 2, ...",
+        )
+    return Nodes(count, rank, address, port, os.environ.get(TOKEN, ""), patience)
+
+
+def hosts(listed: str | None, file: str | None, nodes: int | None, processes: int | str | None) -> list[Host] | None:
+    """The hosts that were named; None: none were."""
+    if listed is None and file is None:
+        return None
+    if listed is not None and file is not None:
+        raise UsageError("--hosts and --hostfile together", do="give one of them")
+    if nodes is not None:
+        raise UsageError(
+            "--nodes goes without --hosts: it is for hosts on which you start the command yourself",
+            do="leave --nodes and --node-rank out",
+        )
+    found = parse_hosts(listed) if listed is not None else read_hostfile(Path(str(file)))
+    if isinstance(processes, int):
+        found = [Host(host.name, host.processes or processes) for host in found]
+    return found
 
 
 def _scripts(folder: Path) -> list[Path]:

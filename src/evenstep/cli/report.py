@@ -12,6 +12,7 @@ import click
 from evenstep.cli import exits
 from evenstep.launch.failures import Failure
 from evenstep.launch.local import Outcome
+from evenstep.launch.nodes import Fault
 from evenstep.record.paths import RunPaths, checkpoint_step
 
 _LAST_LINES = 15
@@ -30,6 +31,15 @@ def say(line: str) -> None:
 def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], *, show_all: bool) -> int:
     """Report a launch that came to its end by itself, and return the command's exit code."""
     failure = outcome.failure
+    fault = outcome.fault
+    if fault is not None and (failure is None or fault.rank != failure.exit.rank):
+        rank = "" if fault.rank is None else f"rank {fault.rank} "
+        say(f"the run failed on {fault.host} (node {fault.node}): {rank}{fault.what}")
+        if fault.log:
+            say(f"its log there: {fault.log}")
+        say("all processes of this host were stopped")
+        _tell_where(paths, words, again=fault.exit_code != exits.WRONG_USAGE)
+        return fault.exit_code
     if outcome.server_died is not None and (failure is None or failure.exit.stopped):
         say(f"the fork server, the parent of all processes, {outcome.server_died}; every process was ended")
         _tell_where(paths, words)
@@ -37,8 +47,10 @@ def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], *, show_al
     if failure is None:
         return exits.DONE
     start = outcome.log_starts[failure.exit.rank]
-    _tell_cause(failure, paths.log(failure.exit.rank), start, shown=failure.exit.rank == 0 or show_all)
-    if len(outcome.exits) > 1:
+    frozen = failure.exit.rank in outcome.frozen
+    shown = failure.exit.rank == 0 or show_all
+    _tell_cause(failure, paths.log(failure.exit.rank), start, shown=shown, frozen=frozen)
+    if len(outcome.exits) > 1 or fault is not None:
         say("the other processes were stopped")
     error = failure.uncaught
     _tell_where(paths, words, again=error is None or error.type not in _STAYS)
@@ -48,6 +60,27 @@ def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], *, show_al
     return failure.exit.code if failure.exit.code in (exits.WRONG_USAGE, exits.MACHINE_FAILED) else exits.SCRIPT_FAILED
 
 
+def tell_own_failure(outcome: Outcome, paths: RunPaths, node: int, *, show_all: bool) -> None:
+    """One host's part of the report, where another launcher tells the rest: what the process itself said."""
+    failure = outcome.failure
+    if failure is not None and outcome.fault is not None and outcome.fault.node == node:
+        rank = failure.exit.rank
+        shown = rank == 0 or show_all
+        frozen = rank in outcome.frozen
+        _tell_cause(failure, paths.log(rank), outcome.log_starts[rank], shown=shown, frozen=frozen)
+
+
+def tell_hosts(fault: Fault | None, paths: RunPaths, words: list[str]) -> int:
+    """Report a launch that started the launchers of several hosts."""
+    if fault is None:
+        return exits.DONE
+    rank = "" if fault.rank is None else f"rank {fault.rank} "
+    say(f"the run failed on {fault.host} (node {fault.node}): {rank}{fault.what}")
+    say("the processes of all hosts were stopped")
+    _tell_where(paths, words, again=fault.exit_code != exits.WRONG_USAGE)
+    return fault.exit_code
+
+
 def tell_signal(number: int, paths: RunPaths, words: list[str]) -> None:
     """Report a launch that a signal to the launcher ended."""
     name = signal.Signals(number).name
@@ -55,7 +88,7 @@ def tell_signal(number: int, paths: RunPaths, words: list[str]) -> None:
     _tell_where(paths, words)
 
 
-def _tell_cause(failure: Failure, log: Path, start: int, *, shown: bool) -> None:
+def _tell_cause(failure: Failure, log: Path, start: int, *, shown: bool, frozen: bool) -> None:
     """The process's own words first, unless they are on the terminal already; then which process it was.
 
     In `log`, its log, this launch's output begins at byte `start`.
@@ -65,7 +98,7 @@ def _tell_cause(failure: Failure, log: Path, start: int, *, shown: bool) -> None
     if error is None:
         if not shown:
             _show_tail(log, start)
-        say(f"rank {rank} {failure.exit.describe()}")
+        say(f"rank {rank} {'stood still, stopped by a signal (SIGSTOP)' if frozen else failure.exit.describe()}")
     elif error.type == "SystemExit":
         if not shown:
             _show_tail(log, start)
@@ -117,7 +150,16 @@ def resume_command(words: list[str], paths: RunPaths) -> str:
 
 def _before_script(options: list[str]) -> list[str]:
     """The launcher's own options, and their values; the script's may have a --run of its own."""
-    switches = {"--exact", "--no-exact", "--fingerprints", "--allow-other-identity", "-m", "--module", "--standalone"}
+    switches = {
+        "--exact",
+        "--no-exact",
+        "--fingerprints",
+        "--allow-other-identity",
+        "--shard",
+        "-m",
+        "--module",
+        "--standalone",
+    }
     end = 0
     while end < len(options) and options[end].startswith("-"):
         if options[end] == "--":

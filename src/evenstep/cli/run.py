@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 import click
 
 from evenstep.cli import exits, preflight
-from evenstep.cli.report import say, tell_failure, tell_signal
+from evenstep.cli.report import say, tell_failure, tell_hosts, tell_signal
 from evenstep.environment import AUTO, Settings, memory_size
 from evenstep.errors import UsageError
-from evenstep.launch.local import Script, run_local
+from evenstep.launch.local import Script, run_alone
+from evenstep.launch.remote import by_ssh, run_on_hosts
+from evenstep.launch.several import run_on_nodes
 
 _POSITIVE = click.IntRange(min=1)
 
@@ -40,17 +44,23 @@ def _memory(ctx: click.Context, param: click.Parameter, value: str | None) -> in
         raise click.BadParameter(error.message, ctx, param) from None
 
 
+def _nodes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """A number from 1; torchrun's 2:2 is 2."""
+    least, _, most = (value or "").partition(":")
+    if value is None:
+        return None
+    if not least.isdigit() or int(least) < 1 or most not in ("", least):
+        raise click.BadParameter(f"{value!r} is no number of hosts; a range cannot be given", ctx, param)
+    return int(least)
+
+
 def _elsewhere(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Refuse torchrun's options for several hosts, but for values that mean one host."""
-    alone = {"nnodes": ("1", "1:1"), "node_rank": ("0",)}.get(str(param.name), ())
-    if value is None or value in alone:
-        return
-    if param.name == "master_port":
-        raise click.UsageError(f"{param.opts[0]} is not needed: evenstep finds a free port. Leave it out.")
-    raise click.UsageError(
-        f"{param.opts[0]} {value}: `evenstep run` starts processes on this host only.\n"
-        "  what to do: leave the option out; for several hosts start the script with srun, mpirun or torchrun"
-    )
+    """Refuse torchrun's rendezvous options."""
+    if value is not None:
+        raise click.UsageError(
+            f"{param.opts[0]} is not needed: hosts find each other by --nodes, --node-rank, --master-addr and "
+            "--master-port"
+        )
 
 
 @click.command(
@@ -67,6 +77,24 @@ def _elsewhere(ctx: click.Context, param: click.Parameter, value: str | None) ->
     callback=_processes,
     help="Training processes; also gpu, cpu or auto. Default: all visible GPUs, else one.",
 )
+@click.option("--nodes", "--nnodes", "nodes", callback=_nodes, metavar="N", help="Hosts, each started by this command.")
+@click.option(
+    "--node-rank", "--node_rank", type=click.IntRange(min=0), metavar="K", help="Which of them this is, from 0."
+)
+@click.option("--master-addr", "--master_addr", metavar="ADDRESS", help="An address of node 0 that all hosts reach.")
+@click.option(
+    "--master-port", "--master_port", type=click.IntRange(1, 65535), metavar="PORT", help="A free port of node 0."
+)
+@click.option(
+    "--join-timeout",
+    type=click.FloatRange(min=1),
+    default=600,
+    show_default=True,
+    metavar="S",
+    help="Seconds to wait for the other hosts.",
+)
+@click.option("--hosts", metavar="A:4,B:4", help="Start processes on these hosts by ssh, so many on each.")
+@click.option("--hostfile", type=click.Path(), metavar="FILE", help="The same from a file, a line a host.")
 @click.option("--global-batch", type=_POSITIVE, metavar="B", help="Samples of one optimizer step, over all processes.")
 @click.option(
     "--micro-batch",
@@ -129,20 +157,23 @@ def _elsewhere(ctx: click.Context, param: click.Parameter, value: str | None) ->
 )
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.option("--standalone", is_flag=True, hidden=True)
-@click.option("--nnodes", hidden=True, expose_value=False, callback=_elsewhere)
-@click.option("--node-rank", "--node_rank", hidden=True, expose_value=False, callback=_elsewhere)
 @click.option("--rdzv-backend", "--rdzv_backend", hidden=True, expose_value=False, callback=_elsewhere)
 @click.option("--rdzv-endpoint", "--rdzv_endpoint", hidden=True, expose_value=False, callback=_elsewhere)
 @click.option("--rdzv-id", "--rdzv_id", hidden=True, expose_value=False, callback=_elsewhere)
 @click.option("--rdzv-conf", "--rdzv_conf", hidden=True, expose_value=False, callback=_elsewhere)
-@click.option("--master-addr", "--master_addr", hidden=True, expose_value=False, callback=_elsewhere)
-@click.option("--master-port", "--master_port", hidden=True, expose_value=False, callback=_elsewhere)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
 def run(
     words: list[str],
     processes: int | str | None,
+    nodes: int | None,
+    node_rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+    join_timeout: float,
+    hosts: str | None,
+    hostfile: str | None,
     global_batch: int | None,
     micro_batch: int | str | None,
     memory: int | None,
@@ -168,7 +199,7 @@ def run(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Run SCRIPT with its own ARGUMENTS as several processes of this host.
+    """Run SCRIPT with its own ARGUMENTS as several processes, of this host or (--nodes) of several.
 
     SCRIPT is a training script, as for python: one that uses evenstep, or any that reads RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR and MASTER_PORT.
@@ -177,9 +208,10 @@ def run(
     if not as_module:
         preflight.check_script(script)
     count = preflight.process_count(processes, thread_replicas or 1, split or 1)
-    paths, made = preflight.run_paths(run_directory, script)
+    asked = preflight.nodes(nodes, node_rank, master_addr, master_port, join_timeout)
+    wanted = Script(script, as_module, arguments)
     settings = Settings(
-        run=str(paths.root),
+        run=run_directory,
         global_batch=global_batch,
         micro_batch=micro_batch,
         memory=memory,
@@ -199,16 +231,38 @@ def run(
         split=split,
         batchnorm=batchnorm,
     )
-    outcome = run_local(
-        Script(script, as_module, arguments),
-        paths,
-        count,
-        settings,
-        made=made,
-        show=output,
-        say=say,
-    )
-    if outcome.signal is not None:
-        tell_signal(outcome.signal, paths, words)
-        return exits.by_signal(outcome.signal)
+    there = preflight.hosts(hosts, hostfile, nodes, processes)
+    if there is not None:
+        paths, made = preflight.run_paths(run_directory, script)
+        told = {
+            "script": script,
+            "as_module": as_module,
+            "arguments": arguments,
+            "settings": asdict(settings),
+            "show": output,
+            "address": master_addr,
+        }
+        ended = run_on_hosts(there, by_ssh, paths, told, patience=join_timeout, say=say)
+        if ended.signal is not None:
+            tell_signal(ended.signal, paths, words)
+            return exits.by_signal(ended.signal)
+        return tell_hosts(ended.fault, paths, words)
+    if asked is None:
+        paths, made = preflight.run_paths(run_directory, script)
+        outcome = run_alone(
+            wanted, paths, count, replace(settings, run=str(paths.root)), made=made, show=output, say=say
+        )
+    else:
+        outcome, paths = run_on_nodes(
+            asked,
+            wanted,
+            count,
+            settings,
+            lambda name: preflight.run_paths(run_directory or name, script),
+            show=output,
+            say=say,
+        )
+    if outcome.stopped_by is not None:
+        tell_signal(outcome.stopped_by, paths, words)
+        return exits.by_signal(outcome.stopped_by)
     return tell_failure(outcome, paths, words, show_all=output == "all")

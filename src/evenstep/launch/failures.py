@@ -46,9 +46,11 @@ class Exit:
     stopped: bool  # after the launcher had told it to stop
     time: float  # seconds since 1970
 
+    orderly: bool = False  # it had been asked to stop by a signal, and has finished its step first
+
     @property
     def failed(self) -> bool:
-        return self.code != 0
+        return self.code != 0 and not self.orderly
 
     def describe(self) -> str:
         """In words: the exit code, or the signal by name."""

@@ -130,7 +130,7 @@ def _serve(
     private = {woken, wake, failed, events, job_descriptor, *job.held, *outputs}
     me = os.getpid()
     pids: dict[int, int] = {}
-    for rank in range(job.processes):
+    for rank in job.ranks:
         pid = os.fork()
         if pid == 0:
             try:
@@ -232,7 +232,7 @@ def _become(job: Job, rank: int, server: int, private: Collection[int]) -> None:
     """Turn a fresh fork into the training process of this rank: group, descriptors, environment."""
     os.setpgid(0, 0)
     kinship.die_with(server)
-    out, err = job.outputs[rank]
+    out, err = job.outputs[rank - job.first_rank]
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(out, 1)

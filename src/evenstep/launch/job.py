@@ -13,7 +13,7 @@ from evenstep.record.paths import RunPaths
 
 @dataclass(frozen=True)
 class Job:
-    """One script on `processes` processes of this host."""
+    """One script on `processes` processes of this host, ranks from `first_rank` on of `world_size`."""
 
     script: str  # as the user wrote it: a file, a directory with __main__.py, or (as_module) a module's name
     as_module: bool
@@ -22,11 +22,21 @@ class Job:
     processes: int
     environment: Mapping[str, str]  # of every process, before its rank's own variables are added
     tag: str  # EVENSTEP_LAUNCH: processes of this launch are found by it
+    address: str  # where rank 0's store listens
     port: int
+    first_rank: int
+    world_size: int
+    node: int
+    nodes: int
     backend: str | None  # checked before the first process starts
-    outputs: tuple[tuple[int, int], ...]  # by rank: the file descriptors that become its stdout and stderr
+    outputs: tuple[tuple[int, int], ...]  # in the order of ranks: the file descriptors that become stdout and stderr
     held: tuple[int, ...]  # the launcher's own descriptors, which the fork server keeps open and processes do not get
     launcher: int  # pid
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this host's processes."""
+        return range(self.first_rank, self.first_rank + self.processes)
 
     def paths(self) -> RunPaths:
         """The run directory's paths."""
@@ -34,8 +44,10 @@ class Job:
 
     def environment_of(self, rank: int) -> dict[str, str]:
         """All of one process's environment."""
-        world = World(rank, self.processes, rank, self.processes, "evenstep", "127.0.0.1", self.port, self.tag)
-        return {**self.environment, **write_world(world)}
+        local = rank - self.first_rank
+        world = World(rank, self.world_size, local, self.processes, "evenstep", self.address, self.port, self.tag)
+        nodes = {"GROUP_RANK": str(self.node), "GROUP_WORLD_SIZE": str(self.nodes)}  # torchrun's names
+        return {**self.environment, **write_world(world), **nodes}
 
     def threads(self) -> int | None:
         """Intra-op threads that the environment asks for in each process, None if it does not say."""

@@ -21,7 +21,9 @@ from evenstep.environment import LAUNCH, Settings, write_settings
 from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.launch import fork_server, kinship
 from evenstep.launch.failures import Exit, Failure, Uncaught, error_path, first_failure, read_uncaught
+from evenstep.launch.interfaces import interface_of
 from evenstep.launch.job import Job, to_json
+from evenstep.launch.nodes import Fault, Link, Spoke, Start
 from evenstep.launch.output import Log, Stream, open_streams, resize
 from evenstep.launch.port import reserve_port
 from evenstep.launch.undo import take_back
@@ -29,6 +31,7 @@ from evenstep.launch.warm import Server, Warm, spared
 from evenstep.record.events import EventWriter
 from evenstep.record.paths import RunPaths
 
+_VERDICT = 3.0  # seconds in which it is learned whose failure was the first, of several hosts
 _LAST_WORDS = 0.5  # seconds to read what is left in the pipes, once every process has ended
 _TICK = 0.2  # seconds
 _LOCK_PATIENCE = 3.0  # seconds for a killed launcher's processes to be gone
@@ -58,15 +61,61 @@ class Outcome:
     uncaught: tuple[Uncaught, ...]
     signal: int | None  # the one that the launcher itself got
     server_died: str | None  # how the fork server ended, if before its time
-    log_starts: tuple[int, ...]  # by rank: bytes that the log held before this launch's output
+    log_starts: dict[int, int]  # by rank: bytes that the log held before this launch's output
+    fault: Fault | None = None  # the failure that ended a run of several hosts, on whichever it was
+    frozen: tuple[int, ...] = ()  # ranks that somebody had stopped by a signal
 
     @property
     def failure(self) -> Failure | None:
         """The failure that led, None if every process ended well."""
+        for one in self.exits:
+            if one.rank in self.frozen:
+                return Failure(one, None)
         return first_failure(self.exits, self.uncaught)
 
+    @property
+    def stopped_by(self) -> int | None:
+        """The signal that ended the run in good order, or that the launcher got."""
+        orderly = [one.code - 128 for one in self.exits if one.orderly]
+        return self.signal if self.signal is not None else orderly[0] if orderly and self.failure is None else None
 
-def run_local(
+
+@dataclass(frozen=True)
+class Part:
+    """What this host does of a launch: `processes` of its `world_size` processes, from `first_rank` on."""
+
+    processes: int
+    first_rank: int
+    world_size: int
+    node: int
+    nodes: int
+    address: str  # where rank 0's store listens
+    port: int
+    tag: str
+    link: Link | None  # to the launchers of the other hosts
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this host's processes."""
+        return range(self.first_rank, self.first_rank + self.processes)
+
+
+def part_of(start: Start, processes: int, link: Link) -> Part:
+    """The part that the hub gave to this host."""
+    return Part(
+        processes,
+        start.first_rank,
+        start.world_size,
+        start.node,
+        start.nodes,
+        start.address,
+        start.port,
+        start.tag,
+        link,
+    )
+
+
+def run_alone(
     script: Script,
     paths: RunPaths,
     processes: int,
@@ -78,25 +127,43 @@ def run_local(
     warm: Warm | None = None,
     tick: Callable[[], None] | None = None,
 ) -> Outcome:
-    """Run `script` as `processes` processes of this host and wait for their end.
+    """Run `script` as `processes` processes of this host, which no other host has to do with. See `run_part`."""
+    port, keeper = reserve_port()
+    with keeper:
+        part = Part(processes, 0, processes, 0, 1, "127.0.0.1", port, secrets.token_hex(8), None)
+        return run_part(script, paths, part, settings, made=made, show=show, say=say, warm=warm, tick=tick)
+
+
+def run_part(
+    script: Script,
+    paths: RunPaths,
+    part: Part,
+    settings: Settings,
+    *,
+    made: Sequence[Path],
+    show: str,
+    say: Say,
+    warm: Warm | None = None,
+    tick: Callable[[], None] | None = None,
+) -> Outcome:
+    """Run this host's part of a launch of `script`, and wait for its end (and that of the other hosts' parts).
 
     UsageError before the first process starts, for what cannot work; MachineError if this host does not let us start.
     `made` are folders that were made for this launch, innermost first; after such an error they are removed again,
     if nobody has put anything into them. `show`: whose output reaches the terminal: first, all or none. `say`
     prints one of our own lines for the user. `warm` saves the imports. `tick` is called a few times a second.
     """
-    tag = secrets.token_hex(8)
     with ExitStack() as stack:
-        lock = _lock(paths)
-        stack.callback(os.close, lock)
+        held: tuple[int, ...] = ()
+        if part.node == 0:  # the other hosts may see the same directory
+            held = (_lock(paths),)
+            stack.callback(os.close, held[0])
         stack.push(lambda kind, error, trace: _take_back_refused(error, paths, made))
-        port, keeper = reserve_port()
-        stack.enter_context(keeper)
-        _prepare_logs(paths, processes)
-        logs = [Log(paths.log(rank), f"rank {rank} of {processes}: {script}", say) for rank in range(processes)]
+        _prepare_logs(paths, part.ranks)
+        logs = [Log(paths.log(rank), f"rank {rank} of {part.world_size}: {script}", say) for rank in part.ranks]
         for log in logs:
             stack.callback(log.close)
-        streams, outputs = open_streams(logs, show=show)
+        streams, outputs = open_streams(logs, first=part.first_rank, show=show)
         for stream in streams:
             stack.callback(os.close, stream.source)
         job = Job(
@@ -104,19 +171,25 @@ def run_local(
             as_module=script.as_module,
             arguments=script.arguments,
             run=str(paths.root),
-            processes=processes,
-            environment=_environment(settings, processes),
-            tag=tag,
-            port=port,
+            processes=part.processes,
+            environment=_environment(settings, part),
+            tag=part.tag,
+            address=part.address,
+            port=part.port,
+            first_rank=part.first_rank,
+            world_size=part.world_size,
+            node=part.node,
+            nodes=part.nodes,
             backend=settings.backend,
             outputs=tuple(outputs),
-            held=(lock,),
+            held=held,
             launcher=os.getpid(),
         )
-        events = EventWriter(paths.launcher_events, _LAUNCHER_RANK, on_error=say)
+        events = EventWriter(paths.node_events(part.node), _LAUNCHER_RANK, on_error=say)
         stack.callback(events.close)
-        events.emit("launch", script=script.name, arguments=list(script.arguments), processes=processes, tag=tag)
-        return _Launch(job, logs, streams, events, say, warm, tick).run()
+        arguments = list(script.arguments)
+        events.emit("launch", script=script.name, arguments=arguments, processes=part.processes, tag=part.tag)
+        return _Launch(job, part.link, logs, streams, events, say, warm, tick).run()
 
 
 def _take_back_refused(error: BaseException | None, paths: RunPaths, made: Sequence[Path]) -> None:
@@ -130,6 +203,7 @@ class _Launch:
     def __init__(
         self,
         job: Job,
+        link: Link | None,
         logs: Sequence[Log],
         streams: Sequence[Stream],
         events: EventWriter,
@@ -138,12 +212,15 @@ class _Launch:
         tick: Callable[[], None] | None,
     ) -> None:
         self._job = job
+        self._link = link
         self._logs = logs
         self._streams = list(streams)
         self._events = events
         self._say = say
         self._warm, self._tick = warm, tick
         self._exits: list[Exit] = []
+        self._frozen: list[int] = []
+        self._felled = False  # another host has failed
         self._started = False
         self._done = False
         self._signal: int | None = None
@@ -153,22 +230,64 @@ class _Launch:
     def run(self) -> Outcome:
         kinship.adopt_orphans()  # should the fork server be killed, its processes become ours to end
         with _signals_to(self._on_signal):
+            if self._link is not None:
+                self._link.watch(self._on_fault)
+            if isinstance(self._link, Spoke):
+                self._link.obey(self._on_order)
             events_end = self._start()
             try:
                 self._follow(events_end)
             finally:
                 os.close(events_end)
                 server_died = self._end()
+            self._part_from_others(server_died)
         if self._refusal is not None:
             raise self._refusal
-        uncaught = (read_uncaught(error_path(self._job.paths().log(rank))) for rank in range(self._job.processes))
+        uncaught = (read_uncaught(error_path(self._job.paths().log(rank))) for rank in self._job.ranks)
         return Outcome(
             tuple(self._exits),
             tuple(one for one in uncaught if one),
             self._signal,
             server_died,
-            tuple(log.start for log in self._logs),
+            {rank: log.start for rank, log in zip(self._job.ranks, self._logs, strict=True)},
+            None if self._link is None else self._link.fault,
+            tuple(self._frozen),
         )
+
+    # ---- other hosts
+
+    def _on_fault(self, fault: Fault) -> None:
+        """In the link's thread: the run has failed somewhere."""
+        self._felled = True
+        self._command(fail=True)
+
+    def _on_order(self, order: Mapping[str, Any]) -> None:
+        """In the link's thread: the launcher that started this one was told to stop."""
+        if "stop" in order or "kill" in order:
+            os.kill(os.getpid(), order.get("stop", self._signal or signal.SIGTERM))
+
+    def _tell(self, rank: int, what: str, *, secondary: bool) -> None:
+        if self._link is not None:
+            log = str(self._job.paths().log(rank))
+            self._link.tell(
+                Fault(self._job.node, self._link.host, what, rank, log=log, exit_code=1, secondary=secondary)
+            )
+
+    def _part_from_others(self, server_died: str | None) -> None:
+        """Once all has ended here: tell the other hosts, and wait until it is known how they ended."""
+        link = self._link
+        if link is None:
+            return
+        if self._refusal is not None or self._signal is not None:
+            return  # leaving tells them
+        if server_died is not None:
+            self._tell(self._job.first_rank, f"the parent of its processes {server_died}", secondary=False)
+        if any(one.failed for one in self._exits) or server_died is not None:
+            link.wait(_VERDICT)
+            return
+        link.done()
+        while not link.wait(0.1) and self._signal is None:
+            pass
 
     def _start(self) -> int:
         """Start the fork server; its events are read from the returned descriptor."""
@@ -231,7 +350,12 @@ class _Launch:
     def _take(self, event: dict[str, Any]) -> None:
         kind = event.pop("event")
         if kind == "exit":
-            self._exits.append(Exit(**event))
+            one = Exit(**event)
+            self._exits.append(one)
+            if one.failed and not one.stopped:
+                error = read_uncaught(error_path(self._job.paths().log(one.rank)))
+                said = one.describe() if error is None else f"failed: {error.type}: {error.message}"
+                self._tell(one.rank, said, secondary=error is not None and error.secondary)
             self._events.emit("exit", of_rank=event["rank"], code=event["code"], stopped=event["stopped"])
         elif kind == "started":
             self._started = True
@@ -240,6 +364,15 @@ class _Launch:
             self._events.emit("started", pids=event["pids"])
             if self._signal is not None:
                 self._command(stop=self._signal)
+            elif self._felled:
+                self._command(fail=True)
+        elif kind == "frozen":
+            self._frozen.append(event["rank"])
+            self._tell(
+                event["rank"],
+                f"stands still: somebody stopped it (SIGSTOP) {event['seconds']:.0f} s ago",
+                secondary=False,
+            )
         elif kind == "done":
             self._done = True
             if event["left"] and self._signal is None and not any(one.failed for one in self._exits):
@@ -311,7 +444,7 @@ class _Launch:
 def _signals_to(handler: Callable[[int], None]) -> Iterator[None]:
     """Have a terminal's signals call `handler`; those that were ignored (nohup) stay ignored."""
     before: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH, signal.SIGTSTP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGWINCH, signal.SIGTSTP):
         if signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, lambda received, _: handler(received))
     try:
@@ -321,14 +454,19 @@ def _signals_to(handler: Callable[[int], None]) -> Iterator[None]:
             signal.signal(caught, was)
 
 
-def _environment(settings: Settings, processes: int) -> Mapping[str, str]:
+def _environment(settings: Settings, part: Part) -> Mapping[str, str]:
     """What every process gets: ours with the options' variables."""
     environment = {**os.environ, **write_settings(settings)}
     if settings.threads is not None:
         environment["OMP_NUM_THREADS"] = str(settings.threads)
-    elif processes > 1:
+    elif part.world_size > 1:
         # As torchrun does: else every process would take all cores.
         environment.setdefault("OMP_NUM_THREADS", "1")
+    if part.link is not None and part.link.interface:
+        name = interface_of(part.link.interface)
+        if name is not None:  # that on which the hosts found each other; the user's own choice wins
+            environment.setdefault("GLOO_SOCKET_IFNAME", name)
+            environment.setdefault("NCCL_SOCKET_IFNAME", name)
     return environment
 
 
@@ -352,13 +490,13 @@ def _lock(paths: RunPaths) -> int:
             return descriptor  # a file system without locks
 
 
-def _prepare_logs(paths: RunPaths, processes: int) -> None:
+def _prepare_logs(paths: RunPaths, ranks: range) -> None:
     """Make the logs' folder, see that the disk takes something, and remove what an earlier start said of its end."""
     folder = paths.log(0).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("*.error.json"):
-            old.unlink()
+        for old in map(error_path, map(paths.log, ranks)):
+            old.unlink(missing_ok=True)
         probe = folder / f"probe-{os.getpid()}"
         try:
             with open(probe, "wb") as file:

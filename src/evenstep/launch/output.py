@@ -96,20 +96,21 @@ class Stream:
         return b"".join(self.prefix + line + b"\n" for line in text[:end].removesuffix(b"\n").split(b"\n"))
 
 
-def open_streams(logs: Sequence[Log], *, show: str) -> tuple[list[Stream], list[tuple[int, int]]]:
-    """The streams to carry, and by rank the descriptors that become its stdout and stderr; `logs` are by rank.
+def open_streams(logs: Sequence[Log], *, first: int, show: str) -> tuple[list[Stream], list[tuple[int, int]]]:
+    """The streams to carry, and by rank the descriptors that become its stdout and stderr; `logs` are those of the
+    ranks from `first` on.
 
-    `show`: whose output reaches the terminal: "first" (rank 0's), "all" or "none".
+    `show`: whose output reaches the terminal: "first" (the first rank's), "all" or "none".
 
-    Rank 0 gets what the launcher has: a terminal where the launcher's stream is one, else a pipe; the two streams
-    stay apart unless both are terminals. The others get one pipe for both.
+    The first of them gets what the launcher has: a terminal where the launcher's stream is one, else a pipe; the two
+    streams stay apart unless both are terminals. The others get one pipe for both.
     """
     out_fd, err_fd = 1, 2
     streams: list[Stream] = []
     show_all = show == "all"
-    if show == "none":
-        ends = []
-    elif os.isatty(out_fd) and os.isatty(err_fd):
+    if show == "none" or (show_all and first > 0):
+        return _piped(logs, first, out_fd if show_all else None)
+    if os.isatty(out_fd) and os.isatty(err_fd):
         source, out = _terminal(out_fd)
         streams.append(Stream(source, logs[0], out_fd, is_terminal=True))
         ends = [(out, out)]
@@ -122,10 +123,17 @@ def open_streams(logs: Sequence[Log], *, show: str) -> tuple[list[Stream], list[
             streams.append(Stream(source, logs[0], descriptor, by_line=by_line, is_terminal=is_terminal))
             pair.append(end)
         ends = [(pair[0], pair[1])]
-    for rank in range(len(ends), len(logs)):
+    more, theirs = _piped(logs[1:], first + 1, out_fd if show_all else None)
+    return [*streams, *more], [*ends, *theirs]
+
+
+def _piped(logs: Sequence[Log], first: int, terminal: int | None) -> tuple[list[Stream], list[tuple[int, int]]]:
+    """One pipe for each process, whose lines are shown with its rank, if at all."""
+    streams, ends = [], []
+    for rank, log in enumerate(logs, first):
         source, end = os.pipe()
-        prefix = f"[{rank}] ".encode() if show_all else b""
-        streams.append(Stream(source, logs[rank], out_fd if show_all else None, prefix, by_line=show_all))
+        prefix = b"" if terminal is None else f"[{rank}] ".encode()
+        streams.append(Stream(source, log, terminal, prefix, by_line=terminal is not None))
         ends.append((end, end))
     return streams, ends
 

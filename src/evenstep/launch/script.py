@@ -23,7 +23,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
-from evenstep.errors import EvenstepError
+from evenstep.environment import NOTICES
+from evenstep.errors import EvenstepError, Stopped
 from evenstep.launch.failures import Uncaught, error_path, is_secondary, write_uncaught
 from evenstep.launch.job import Job
 
@@ -37,12 +38,15 @@ def run_and_leave(job: Job, rank: int, bare: Collection[str], failed: int) -> No
     `bare` are the modules that an interpreter has before it runs anything. `rank` is written to the descriptor
     `failed` as soon as the script has failed: what it does on its way out may take long.
     """
+    os.environ[NOTICES] = str(failed)
     faulthandler.enable(file=2)  # a crash in native code leaves the Python stack in the log
     code = 0
     try:
         _run(job, bare)
     except SystemExit as error:
         code = _exit_code(error)
+        if isinstance(error, Stopped):
+            _leave(code)
         if code != 0:
             _record(job, rank, error, code, shown=True)
     except BaseException as error:
@@ -144,7 +148,7 @@ def _show(job: Job, rank: int, error: BaseException) -> int:
     code = error.exit_code if isinstance(error, EvenstepError) else 1
     # As the interpreter does: functions registered with atexit tell by it that the script failed.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-    secondary = isinstance(error, KeyboardInterrupt) or (job.processes > 1 and is_secondary(error))
+    secondary = isinstance(error, KeyboardInterrupt) or (job.world_size > 1 and is_secondary(error))
     # What only follows from another process's failure must not reach the terminal before the cause does.
     _record(job, rank, error, code, shown=not secondary, secondary=secondary)
     if secondary:

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from evenstep.launch.failures import error_path, read_uncaught
 from evenstep.launch.job import Job
@@ -23,6 +24,9 @@ _AFTER_CAUSE = 0.2  # so that on a mistake that all make, as a wrong argument, r
 _AFTER_CONSEQUENCE = 0.3
 _GRACE_AFTER_FAILURE = 0.4
 _GRACE_AFTER_SIGNAL = 3.0  # Ctrl-C and the like: the script may want to save something
+_BY_SIGNAL = tuple(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+_LOOK = 1.0  # between two looks at whether a process stands still
+_FROZEN = 4.0  # seconds after which a process that somebody stopped (SIGSTOP) counts as failed
 _WAY_OUT = 10.0  # for a script that has failed and has not ended yet, while its peers wait for it
 
 Emit = Callable[..., None]
@@ -31,19 +35,21 @@ Emit = Callable[..., None]
 def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woken: int, emit: Emit) -> None:
     """Watch the processes (pid -> rank) until all have ended, then kill whatever else they left.
 
-    `commands` is the launcher's pipe: lines {"stop": signal}, {"kill": true} or {"tell": signal}; its end means that
-    the launcher is gone. `failed` is where a process says that it has failed; `woken` is readable after SIGCHLD.
-    `emit(event, **fields)` reports each end.
+    `commands` is the launcher's pipe: lines {"stop": signal}, {"fail": true}, {"kill": true} or {"tell": signal}; its
+    end means that the launcher is gone. `failed` is where a process says that it has failed; `woken` is readable after
+    SIGCHLD. `emit(event, **fields)` reports each end.
     """
     live = dict(pids)
     leaving: set[int] = set()  # ranks that have failed and are on their way out: atexit functions, threads
     stopping = False
+    winding_down = False  # a process has said that it ends by itself after a signal, and so will the others
     next_signal = signal.SIGTERM
     deadline: float | None = None
     pending = b""
+    frozen = _Frozen()
 
     while live:
-        wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+        wait = _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time.monotonic()))
         readable, _, _ = select.select([commands, failed, woken], [], [], wait)
         now = time.monotonic()
 
@@ -54,14 +60,21 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
             if pid not in live:
                 continue  # an adopted orphan
             rank = live.pop(pid)
-            emit("exit", rank=rank, code=code, stopped=stopping, time=time.time())
-            if code != 0 and not stopping:
+            orderly = winding_down and code in _BY_SIGNAL
+            emit("exit", rank=rank, code=code, stopped=stopping, time=time.time(), orderly=orderly)
+            if orderly and live:
+                deadline = now + _WAY_OUT
+            elif code != 0 and not stopping:
                 patience = _AFTER_CONSEQUENCE if _looks_secondary(job, rank) else _AFTER_CAUSE
                 deadline = min(deadline or now + patience, now + patience)
 
         if failed in readable:
-            leaving.update(int(word) for word in os.read(failed, 4096).split())
-            if not stopping and deadline is None and job.processes > 1:
+            words = os.read(failed, 4096).split()
+            leaving.update(int(word) for word in words if word.isdigit())
+            if b"stopping" in words and not winding_down:  # by itself, once its step is done
+                winding_down = True
+                deadline = None
+            elif not stopping and deadline is None and job.world_size > 1:
                 deadline = now + _WAY_OUT
 
         if commands in readable:
@@ -73,12 +86,21 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
             for line in lines:
                 command = json.loads(line)
                 if "tell" in command:
+                    frozen.expected = command["tell"] == signal.SIGSTOP
                     _signal(live, command["tell"])
+                elif "fail" in command:  # another host has failed: as if it had been one of ours
+                    deadline = now
                 elif "kill" in command:
                     stopping, deadline, next_signal = True, now, signal.SIGKILL
                 elif not stopping:
-                    stopping, next_signal, deadline = True, signal.SIGKILL, now + _GRACE_AFTER_SIGNAL
+                    stopping, next_signal = True, signal.SIGKILL
+                    deadline = None if winding_down else now + _GRACE_AFTER_SIGNAL
                     _signal(live, command["stop"])
+
+        if not stopping and deadline is None and frozen.seen(live, now):
+            for rank in frozen.ranks(live):
+                emit("frozen", rank=rank, seconds=_FROZEN)
+            deadline = now
 
         if deadline is not None and now >= deadline and live:
             ask = next_signal == signal.SIGTERM
@@ -90,6 +112,32 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
     found = sweep(job.tag)
     _reap()
     emit("done", left=list(found.values()))
+
+
+class _Frozen:
+    """Processes that were stopped by a signal, other than by Ctrl-Z in the launcher's terminal."""
+
+    def __init__(self) -> None:
+        self.expected = False
+        self._since: dict[int, float] = {}
+
+    def seen(self, live: Mapping[int, int], now: float) -> bool:
+        """Whether one has stood still too long."""
+        still = {pid for pid in live if not self.expected and _is_stopped(pid)}
+        self._since = {pid: self._since.get(pid, now) for pid in still}
+        return any(now - since >= _FROZEN - _LOOK / 2 for since in self._since.values())
+
+    def ranks(self, live: Mapping[int, int]) -> list[int]:
+        """Which ranks stand still."""
+        return sorted(live[pid] for pid in self._since)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat[stat.rindex(")") + 2] == "T"
 
 
 def _reap() -> list[tuple[int, int]]:

@@ -141,4 +141,22 @@ class _Forked:
 
 def _about(script: str, as_module: bool) -> Job:
     """What the process needs to know beforehand."""
-    return Job(script, as_module, (), "", 0, {}, "", 0, None, (), (), os.getpid())
+    return Job(
+        script=script,
+        as_module=as_module,
+        arguments=(),
+        run="",
+        processes=0,
+        environment={},
+        tag="",
+        address="",
+        port=0,
+        first_rank=0,
+        world_size=0,
+        node=0,
+        nodes=1,
+        backend=None,
+        outputs=(),
+        held=(),
+        launcher=os.getpid(),
+    )

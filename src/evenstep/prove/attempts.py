@@ -11,7 +11,7 @@ from typing import Any
 
 from evenstep.errors import MachineError
 from evenstep.launch.failures import Failure
-from evenstep.launch.local import Outcome, Script, run_local
+from evenstep.launch.local import Outcome, Script, run_alone
 from evenstep.launch.warm import Warm
 from evenstep.prove.layouts import Layout, settings_of
 from evenstep.prove.reasons import known_mistake
@@ -109,7 +109,7 @@ class Starter:
     def _start(self, layout: Layout, paths: RunPaths, settings: Any) -> Attempt:
         warm = self._other() if layout.again else self._warm
         tick = self._tick
-        outcome = run_local(
+        outcome = run_alone(
             self._script,
             paths,
             layout.processes,

@@ -33,8 +33,12 @@ class RunPaths:
 
     @property
     def launcher_events(self) -> Path:
-        """What the launcher did, in the form of `events`."""
-        return self.root / "events" / "launcher.jsonl"
+        """What the launcher of node 0 did, in the form of `events`."""
+        return self.node_events(0)
+
+    def node_events(self, node: int) -> Path:
+        """What the launcher of a node did."""
+        return self.root / "events" / ("launcher.jsonl" if node == 0 else f"launcher-{node}.jsonl")
 
     def log(self, rank: int) -> Path:
         """What the process of this rank wrote to its output and error streams."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from evenstep.errors import MismatchError, PeerFailed, UsageError
 
-_HEADER = 32  # bytes: 16 of the call's hash, 8 of the payload's length, 8 spare
+_HEADER = 32  # bytes: 16 of the call's hash, 8 of the payload's length, 1 the signal that asked to stop, 7 spare
 _DETAIL = 2048  # bytes of JSON that say what a process is at, sent only when calls differ
 _LIBRARIES = tuple(
     os.path.dirname(path) + os.sep
@@ -74,6 +74,13 @@ class Meeting:
     ranks: list[int] | None = None
     last: str = field(default="the start of the script", init=False)  # what was reached last, for messages
     closed: bool = field(default=False, init=False)
+    asked_to_stop: int = field(default=0, init=False)  # the signal that this process got
+    _stop: int = field(default=0, init=False)
+
+    @property
+    def stop(self) -> int:
+        """The signal by which some process was asked to stop (0: none), as all knew at the last meeting."""
+        return self.asked_to_stop if self.group is None else self._stop
 
     @property
     def members(self) -> list[int]:
@@ -107,8 +114,9 @@ class Meeting:
 
     def _exchange(self, kind: str, payload: bytes, signature: str, site: str) -> list[bytes]:
         digest = hashlib.blake2b("\0".join((kind, signature, site)).encode(), digest_size=16).digest()
-        header = digest + len(payload).to_bytes(8, "little") + bytes(8)
+        header = digest + len(payload).to_bytes(8, "little") + bytes([self.asked_to_stop])
         headers = self._gather(header, _HEADER)
+        self._stop = max(self._stop, *(other[24] for other in headers))
         if any(other[:16] != digest for other in headers):
             detail = json.dumps({"kind": kind, "signature": signature[:900], "site": site[:200]}).encode()
             details = self._gather(detail, _DETAIL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from evenstep.errors import EvenstepError, IdentityError, MachineError, UsageError
+from evenstep.errors import EvenstepError, IdentityError, MachineError, Stopped, UsageError
 from evenstep.plan.grid import Grid
 from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule, StepPlan
@@ -46,6 +47,7 @@ from evenstep.train.samples import MicroBatch, probe
 from evenstep.train.statistics import needs_several
 from evenstep.train.step import Step
 from evenstep.train.steps import Loop, Steps
+from evenstep.train.stopping import Stopping
 from evenstep.train.trace import Trace
 from evenstep.train.world import Ground, disconnect
 
@@ -90,6 +92,7 @@ class Run:
         self._optimizers = OptimizerWatch(self._models, self._saved, elementwise=self._sharded)
         cut = self._sharded or self._layout.grid.stages > 1
         self._allow_norms = refuse_torch_norms(self._has_gradients) if cut else lambda: None
+        self._stopping = Stopping(self._ask_to_stop)
         atexit.register(self._at_exit)
 
     # ---- before the loop
@@ -387,6 +390,7 @@ class Run:
         self._check_data(schedule, order)
         first = self._first_step(schedule)
         self._looping = True
+        self._stopping.begin()
         self._models.first_step = first
         self._optimizers.begin(restored=self._restored)
         self._journal.begin(schedule, self._done, first, self._plan(schedule))
@@ -538,6 +542,8 @@ class Run:
         every = self._options.checkpoint_every
         if self._restored and (self._done % every == 0 if every else plan.ends_epoch):
             self._checkpoint()
+        if self._meeting.stop:
+            self._stop_for(self._meeting.stop)
         if self._options.stop_after is not None and self._done >= self._options.stop_after:
             self._stop()
 
@@ -548,6 +554,29 @@ class Run:
         self._stopped = True
         self._journal.emit("stopped", step=self._done)
         raise SystemExit(0)
+
+    def _stop_for(self, number: int) -> None:
+        """A signal asked for it, on whichever process: all have come to the end of this step."""
+        if self._restored and self._checkpoint_at != self._done:
+            self._checkpoint()
+        self._meeting.exchange("stopping", site="")  # the checkpoint is whole before any process ends
+        self._stopped = True
+        name = signal.Signals(number).name
+        self._journal.end_progress()
+        self._journal.emit("stopped", step=self._done, signal=name)
+        saved = f"checkpoint {self._checkpoint_at} is written" if self._restored else "nothing was saved"
+        if self._failure is not None:
+            saved = "its checkpoint could not be written"
+        self._journal.say(f"stopped by {name} at the end of step {self._done}; {saved}")
+        raise Stopped(128 + number)
+
+    def _ask_to_stop(self, number: int) -> None:
+        self._meeting.asked_to_stop = number
+        self._journal.say(
+            f"{signal.Signals(number).name}: finishing this step"
+            + (", then a checkpoint" if self._restored else "")
+            + "; once more: at once"
+        )
 
     def _checkpoint(self) -> None:
         fingerprint = self._fingerprint_now()
@@ -588,6 +617,7 @@ class Run:
                 self._after_step(plan, step)
             self._open_step = None
         self._optimizers.end()
+        self._stopping.end()
         self._finished = True
         assert self._steps is not None
         self._journal.end_progress()
@@ -672,6 +702,7 @@ class Run:
         finally:
             self._allow_norms()
             self._layout.close()
+            self._stopping.end()
             self._layout.reducer.close(wait=not failed)
             self._compiled.close()
             self._layout.statistics.close()

@@ -1,0 +1,93 @@
+"""`evenstep node`: what `evenstep run --hosts` starts on each host. It is told what to do over its standard input."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from evenstep.cli import exits, preflight
+from evenstep.cli.report import say, tell_own_failure
+from evenstep.environment import Settings
+from evenstep.errors import EvenstepError
+from evenstep.launch.gate import Line
+from evenstep.launch.interfaces import address_towards
+from evenstep.launch.local import Script
+from evenstep.launch.several import run_for_hub
+from evenstep.record.paths import RunPaths
+
+
+@click.command(hidden=True)
+def node() -> int:
+    """Do one host's part of a launch."""
+    told = json.loads(_first_line())
+    os.environ.update(told["environment"])
+    line = Line(os.dup(0), os.dup(1), lambda: None)
+    outputs = _own_outputs()
+    wanted = Script(told["script"], told["as_module"], tuple(told["arguments"]))
+
+    def make_paths(_: str | None) -> tuple[RunPaths, tuple[Path, ...]]:
+        if not wanted.as_module:
+            preflight.check_script(wanted.name)
+        return preflight.run_paths(told["run"], wanted.name)
+
+    try:
+        outcome = run_for_hub(
+            line,
+            outputs,
+            wanted,
+            preflight.process_count(told["processes"]),
+            Settings(**{f.name: told["settings"].get(f.name) for f in fields(Settings)}),
+            node=told["node"],
+            nodes=told["nodes"],
+            address=_address(told),
+            make_paths=make_paths,
+            tell=lambda outcome, paths: tell_own_failure(outcome, paths, told["node"], show_all=told["show"] == "all"),
+            files_back=not Path(told["probe"]).exists(),
+            show="none" if told["node"] and told["show"] != "all" else told["show"],
+            say=say,
+        )
+    except EvenstepError as error:
+        return error.exit_code  # the hub says it
+    return exits.DONE if outcome.failure is None else exits.SCRIPT_FAILED
+
+
+def _first_line() -> bytes:
+    """Byte by byte, since what follows belongs to the line of messages."""
+    found = b""
+    while not found.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            sys.exit(exits.WRONG_USAGE)
+        found += byte
+    return found
+
+
+def _own_outputs() -> tuple[int, int]:
+    """From now on descriptors 1 and 2 are pipes, and 0 is empty; the pipes' other ends."""
+    ends = []
+    for descriptor in (1, 2):
+        source, end = os.pipe()
+        os.dup2(end, descriptor)
+        os.close(end)
+        ends.append(source)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return ends[0], ends[1]
+
+
+def _address(told: dict[str, Any]) -> str:
+    """This host's own address, as the others reach it: as ssh did, or else on the way to another host."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    if told["address"]:
+        return str(told["address"])
+    if len(connection) == 4 and told["nodes"] > 1:
+        return connection[2]
+    return address_towards(told["peer"]) or socket.gethostname()

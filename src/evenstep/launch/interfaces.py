@@ -1,0 +1,34 @@
+"""The network interfaces of this host."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from contextlib import suppress
+
+_SIOCGIFADDR = 0x8915
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface with this IPv4 address (`eth0`), None if there is none."""
+    return next((name for name, own in interfaces().items() if own == address), None)
+
+
+def interfaces() -> dict[str, str]:
+    """The first IPv4 address of each interface that has one, by name."""
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def address_towards(host: str) -> str | None:
+    """This host's own IPv4 address on the way to another (nothing is sent). None where there is no way."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.connect((host.rpartition("@")[2], 9))
+        return str(asking.getsockname()[0])
+    return None

@@ -1,0 +1,659 @@
+"""Several hosts: their launchers find each other, begin together, and end together.
+
+One launcher is the hub: node 0's, or one that started all the others (by ssh, by srun). The others reach it over a
+connection on which they have proved that they know the run's token, or over the pipes of the program that started them.
+Each says what it has; once all are there and agree the hub sends each its place. From then on everybody sends a beat
+several times a second: a host that falls silent has failed, and what fails anywhere is told everywhere. A thread does
+all this, so that a terminal that stands still makes no host look dead.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from evenstep.errors import EvenstepError, MachineError, UsageError
+from evenstep.launch.gate import Knock, Line, Message, StrangerError, call, socket_line
+
+BEAT = 0.25  # seconds between two beats
+SILENCE = 4.0  # seconds without any after which a host is lost; a flap of two seconds is not
+_SAY_AFTER = 2.0  # seconds after which it is said what is waited for, and then every so often
+_SAY_EVERY = 15.0
+_LIKELIER = 0.5  # seconds in which a likelier cause than a peer's end may still be told
+_FAREWELL = 2.0  # seconds for the last words
+_SILENT = f"nothing was heard from it for {SILENCE:.0f} s: its cable, its power, or its launcher"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What the command line said: this is node `rank` of `count`, and node 0 listens at `address`:`port`."""
+
+    count: int
+    rank: int
+    address: str
+    port: int
+    token: str
+    patience: float  # seconds to wait for the others
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a node's processes stand, as the hub decided."""
+
+    node: int
+    nodes: int
+    first_rank: int
+    world_size: int
+    address: str  # of rank 0's store
+    port: int
+    tag: str
+    run: str  # the run directory
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The failure that ended a run, wherever it was."""
+
+    node: int
+    host: str
+    what: str  # "was killed by SIGKILL", "nothing was heard from it for 4 s"
+    rank: int | None = None
+    log: str = ""
+    exit_code: int = 4
+    secondary: bool = False  # another's end is the likely cause
+
+
+@dataclass(frozen=True)
+class About:
+    """What a launcher says of its host. What is in `same` must be the same on all."""
+
+    host: str
+    processes: int
+    same: Mapping[str, str]
+    node: int
+    nodes: int
+    address: str = ""  # its own, as the others reach it
+    port: int = 0  # a free one, for rank 0's store
+
+
+@dataclass
+class Member:
+    """A node that has joined."""
+
+    about: About
+    line: Line
+    done: bool = False
+
+
+class Link:
+    """This launcher's connection to the others. One thread; `watch`'s function and `say` are called in it."""
+
+    def __init__(self, host: str, say: Say) -> None:
+        self.host = host
+        self.fault: Fault | None = None
+        self.interface = ""  # this host's own address on the way to the others
+        self._say = say
+        self._on_fault: Callable[[Fault], None] = lambda fault: None
+        self._start: Start | None = None
+        self._error: EvenstepError | None = None
+        self._begun = threading.Event()  # or refused
+        self._over = threading.Event()
+        self._outbox: list[Message] = []
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda: None)
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="evenstep-nodes", daemon=True)
+
+    # ---- for the launcher
+
+    def join(self, interrupted: Callable[[], bool]) -> Start | None:
+        """Wait until all nodes are there. None if `interrupted`. UsageError and MachineError come on every node."""
+        self._thread.start()
+        while not self._begun.wait(0.05):
+            if interrupted():
+                return None
+        if self._error is not None:
+            raise self._error
+        return self._start
+
+    def watch(self, on_fault: Callable[[Fault], None]) -> None:
+        """Call `on_fault` when the run fails somewhere, at once if it has."""
+        self._on_fault = on_fault
+        if self.fault is not None:
+            on_fault(self.fault)
+
+    def tell(self, fault: Fault) -> None:
+        """A failure on this node."""
+        self._post(fault=asdict(fault))
+
+    def done(self) -> None:
+        """This node's processes have all ended well."""
+        self._post(done=True)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until it is known how the run ended on all nodes."""
+        return self._over.wait(seconds)
+
+    def close(self) -> None:
+        """Leave. Nodes that are still at work take it for a failure of this one."""
+        self._closing = True
+        self._post()
+        if self._thread.is_alive():
+            self._thread.join(2 * _FAREWELL)
+        for descriptor in (self._woken, self._wake):
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def _post(self, **message: object) -> None:
+        if message:
+            self._outbox.append(message)
+        with suppress(OSError):
+            os.write(self._wake, b".")
+
+    # ---- the thread
+
+    def _work(self) -> None:
+        try:
+            self._run()
+        except EvenstepError as error:
+            self._refuse(error)
+        except Exception as error:  # a bug must not leave the launcher waiting
+            self._refuse(MachineError(f"the connection between hosts failed: {type(error).__name__}: {error}"))
+        finally:
+            for key in list(self._selector.get_map().values()):
+                if isinstance(key.fileobj, (Line, Knock)):
+                    key.fileobj.close()
+            self._selector.close()
+            self._begun.set()
+            self._over.set()
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def _refuse(self, error: EvenstepError) -> None:
+        if self._begun.is_set():
+            self._failed(Fault(-1, self.host, error.message))
+        else:
+            self._error = error
+            self._begun.set()
+
+    def _begin(self, start: Start | None) -> None:
+        self._start = start
+        self._begun.set()
+
+    def _failed(self, fault: Fault) -> None:
+        if self.fault is None:
+            self.fault = fault
+            self._on_fault(fault)
+
+    def _listen_to(self, line: Line, hear: Callable[[], None]) -> None:
+        self._selector.register(line, selectors.EVENT_READ, hear)
+
+    def _turn(self, seconds: float) -> None:
+        """Take in what comes within `seconds`."""
+        for key, _ in self._selector.select(seconds):
+            key.data()
+
+    def _mail(self) -> list[Message]:
+        """What the launcher's main thread wants said."""
+        with suppress(BlockingIOError):
+            while os.read(self._woken, 4096):
+                pass
+        mail, self._outbox = self._outbox, []
+        return mail
+
+
+class Hub(Link):
+    """Node 0's launcher (`own`), or one that has no processes of its own and has started all the others."""
+
+    def __init__(self, count: int, own: About | None, host: str, say: Say, tag: str, run: str, patience: float) -> None:
+        super().__init__(host, say)
+        self.count, self._own, self._tag, self._run_name, self._patience = count, own, tag, run, patience
+        self.where = ""  # where others reach this hub, for messages
+        self.farewell = _FAREWELL
+        self._members: dict[int, Member] = {}
+        self._suspect: tuple[float, Fault] | None = None  # a failure that may be the consequence of another
+        self._own_done = own is None
+        self._gate: Gate | None = None
+
+    def open(self, gate: Gate) -> None:
+        """Have nodes come through `gate`."""
+        self._gate = gate
+        self.where, self.interface = gate.where, gate.address
+        self._selector.register(gate.listener, selectors.EVENT_READ, lambda: gate.accept(self._selector, self.welcome))
+
+    def welcome(self, line: Line) -> None:
+        """A connection to a node that has not said who it is."""
+        self._listen_to(line, lambda: self._hear_new(line))
+
+    def _run(self) -> None:
+        try:
+            self._gather()
+            self._supervise()
+        finally:
+            if self._gate is not None:
+                self._gate.listener.close()
+
+    def _gather(self) -> None:
+        """Until every node has said what it has."""
+        began = time.monotonic()
+        next_word = began + _SAY_AFTER
+        while self._missing():
+            if self._closing:
+                return
+            now = time.monotonic()
+            if now > began + self._patience:
+                self._end_all(
+                    MachineError(
+                        f"{self._missing()} did not come within {self._patience:.0f} s",
+                        do=f"start the same command there with its --node-rank, and see that it reaches {self.where}",
+                    )
+                )
+            if now > next_word:
+                self._say(f"waiting {f'at {self.where} ' if self.where else ''}for {self._missing()}")
+                next_word = now + _SAY_EVERY
+            self._turn(0.2)
+            self._sweep_gate()
+        abouts = {k: member.about for k, member in self._members.items()}
+        if self._own is not None:
+            abouts[0] = self._own
+        sizes = [abouts[k].processes for k in range(self.count)]
+        for k in range(self.count):
+            first = sum(sizes[:k])
+            zero = abouts[0]
+            start = Start(k, self.count, first, sum(sizes), zero.address, zero.port, f"{self._tag}-{k}", self._run_name)
+            if k in self._members:
+                self._members[k].line.send(begin=asdict(start))
+            else:
+                self._start = start
+        self._begin(self._start)
+
+    def _supervise(self) -> None:
+        """Until all are done, or something has failed and all have been told."""
+        until: float | None = None
+        while until is None or (self._members and time.monotonic() < until):
+            self._turn(BEAT)
+            self._sweep_gate()
+            for message in self._mail():
+                if message.get("done"):
+                    self._own_done = True
+                elif "fault" in message:
+                    self._suspected(Fault(**message["fault"]))
+                elif "all" in message:
+                    for member in self._members.values():
+                        member.line.send(**message["all"])
+            now = time.monotonic()
+            for member in list(self._members.values()):
+                member.line.send(beat=True)
+                if not member.done and now - member.line.heard > SILENCE:
+                    self._lost(member, _SILENT)
+            if self._suspect is not None and now > self._suspect[0]:
+                self._failed(self._suspect[1])
+            if until is not None:
+                continue
+            if self._closing and self.fault is None:
+                self._failed(Fault(0, self.host, "its launcher was stopped"))
+            if self.fault is not None:
+                self._end_with(fault=asdict(self.fault))
+                until = now + self.farewell
+            elif self._own_done and all(m.done for m in self._members.values()):
+                self._end_with(over=True)
+                until = now + self.farewell
+
+    def _end_with(self, **message: object) -> None:
+        for member in self._members.values():
+            member.line.send(**message)
+        self._over.set()
+
+    def _sweep_gate(self) -> None:
+        if self._gate is not None:
+            self._gate.turn_away_late(self._selector)
+
+    def _hear_new(self, line: Line) -> None:
+        """The first words of a node."""
+        messages = line.receive()
+        if messages == []:
+            return
+        self._selector.unregister(line)
+        if messages is not None and "unable" in messages[0]:
+            said, do = messages[0]["unable"]
+            kind = UsageError if messages[0]["code"] == UsageError.exit_code else MachineError
+            self._end_all(kind(f"{messages[0]['host']}: {said}", do=do))
+        if messages is None or "hello" not in messages[0]:
+            self._gone_before(line)
+            line.close()
+            return
+        about = About(**messages[0]["hello"])
+        problem = self._problem(about)
+        if problem is not None:
+            line.send(refused=[problem.message, problem.do], code=problem.exit_code)
+            if not self._begun.is_set():
+                self._members[-1 - len(self._members)] = Member(about, line)
+                self._end_all(problem)
+            elif self.count > 1:
+                self._say(f"refused {about.host}, which comes late: {problem.message}")
+                line.close()
+            else:  # --nodes 1 on every host: each would train alone
+                self._failed(Fault(0, self.host, problem.message, exit_code=problem.exit_code))
+            return
+        member = self._members[about.node] = Member(about, line)
+        self._listen_to(line, lambda: self._hear(member))
+
+    def _gone_before(self, line: Line) -> None:
+        """A connection ended before it had said who it is."""
+
+    def _take(self, message: Message) -> None:
+        """Something else that a node said."""
+
+    def _problem(self, about: About) -> UsageError | None:
+        """Why this node cannot belong to the run."""
+        here = {k: m.about for k, m in self._members.items()}
+        if self._own is not None:
+            here[0] = self._own
+        if about.node >= self.count:
+            return UsageError(
+                f"{about.host} was started as --node-rank {about.node}, and --nodes is {self.count}",
+                do=f"give --nodes {about.node + 1} (how many there are in all) on every node",
+            )
+        if about.nodes != self.count:
+            return UsageError(
+                f"{about.host} was started with --nodes {about.nodes} (--node-rank {about.node}), "
+                f"{self.host} with --nodes {self.count}",
+                do="give every node the same --nodes, and --node-rank 0, 1, ... one each",
+            )
+        if about.node in here:
+            return UsageError(
+                f"two nodes have --node-rank {about.node}: {here[about.node].host} and {about.host}",
+                do=f"number the {self.count} nodes from 0 to {self.count - 1}, one each",
+            )
+        for other in here.values():
+            for name, theirs in about.same.items():
+                ours = other.same.get(name)
+                if ours != theirs:
+                    return UsageError(
+                        f"{name} differs: {ours} on {other.host} (node {other.node}), "
+                        f"{theirs} on {about.host} (node {about.node})",
+                        do=f"have the same {name.removeprefix('the ')} on every node",
+                    )
+        return None
+
+    def _end_all(self, error: EvenstepError) -> None:
+        """Before the beginning: every node gets the same error."""
+        for member in self._members.values():
+            member.line.send(refused=[error.message, error.do], code=error.exit_code)
+        raise error
+
+    def _hear(self, member: Member) -> None:
+        messages = member.line.receive()
+        if messages is None:
+            if not self._begun.is_set():
+                self._drop(member)  # it may come again
+                self._say(f"node {member.about.node} ({member.about.host}) has gone again")
+            elif member.done or self.fault is not None:
+                self._drop(member)
+            else:
+                self._lost(member, "its launcher has ended")
+            return
+        for message in messages:
+            if message.get("done"):
+                member.done = True
+            elif "fault" in message:
+                self._suspected(Fault(**message["fault"]))
+            else:
+                self._take(message)
+
+    def _suspected(self, fault: Fault) -> None:
+        if not fault.secondary:
+            self._failed(fault)
+        elif self._suspect is None:
+            self._suspect = time.monotonic() + _LIKELIER, fault
+
+    def _lost(self, member: Member, what: str) -> None:
+        self._drop(member)
+        self._failed(Fault(member.about.node, member.about.host, what))
+
+    def _drop(self, member: Member) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(member.line)
+        member.line.close()
+        self._members.pop(member.about.node, None)
+
+    def _missing(self) -> str:
+        first = 0 if self._own is None else 1
+        missing = [str(k) for k in range(first, self.count) if k not in self._members]
+        return f"node{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {self.count}" if missing else ""
+
+
+class Spoke(Link):
+    """Any other node's launcher. `connect` gives the line to the hub, or None to be asked again."""
+
+    def __init__(self, about: About, hub: str, say: Say, connect: Callable[[], Line | None]) -> None:
+        super().__init__(about.host, say)
+        self._about, self._hub, self._connect = about, hub, connect
+        self._line: Line | None = None
+        self._refusal: EvenstepError | None = None
+        self._carrying: set[int] = set()
+        self.carried = threading.Event()  # all output has been sent
+        self._on_order: Callable[[Message], None] = lambda order: None
+
+    def obey(self, on_order: Callable[[Message], None]) -> None:
+        """Call `on_order` for {"stop": signal} and {"kill": true}, by which a hub passes on what it was told."""
+        self._on_order = on_order
+
+    def carry(self, descriptor: int, to: int) -> None:
+        """Send what comes out of `descriptor` to the hub's own descriptor `to`. Before `join`."""
+        self._carrying.add(descriptor)
+        self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._carry(descriptor, to))
+
+    def give_up(self, error: EvenstepError) -> None:
+        """This host cannot begin: all of them learn why. Before `join`, which raises it."""
+        self._refusal = error
+
+    def send_file(self, name: str, data: bytes) -> None:
+        """Give the hub a file of the run directory."""
+        self._post(file=name, data=base64.b64encode(data).decode())
+
+    def _carry(self, descriptor: int, to: int) -> None:
+        if self._line is None or self._line.is_full:
+            time.sleep(BEAT / 10)  # it stays in the pipe
+            return
+        data = os.read(descriptor, 1 << 16)
+        if data:
+            self._line.send(out=base64.b64encode(data).decode(), to=to)
+        else:
+            self._selector.unregister(descriptor)
+            self._carrying.discard(descriptor)
+            if not self._carrying:
+                self.carried.set()
+
+    def _run(self) -> None:
+        line = self._connect()
+        while line is None and not self._closing:
+            time.sleep(0.1)
+            line = self._connect()
+        if line is None:
+            return
+        self._line = line
+        if self._refusal is not None:
+            line.send(unable=[self._refusal.message, self._refusal.do], code=self._refusal.exit_code, host=self.host)
+        else:
+            line.send(hello=asdict(self._about))
+        self._listen_to(line, lambda: self._hear(line))
+        while not self._closing:
+            self._turn(BEAT)
+            self._send_mail(line)
+            line.send(beat=True)
+            if self._begun.is_set() and not self._over.is_set() and time.monotonic() - line.heard > SILENCE:
+                self._failed(Fault(0, self._hub, _SILENT))
+                self._over.set()
+        if self._begun.is_set() and not self._over.is_set():
+            line.send(fault=asdict(Fault(self._about.node, self.host, "its launcher was stopped")))
+        until = time.monotonic() + 2 * _FAREWELL
+        self._turn(0.0)
+        self._send_mail(line)
+        while line.waits and line.flush() and time.monotonic() < until:
+            time.sleep(BEAT / 10)
+
+    def _send_mail(self, line: Line) -> None:
+        for message in self._mail():
+            line.send(**message)
+
+    def _hear(self, line: Line) -> None:
+        messages = line.receive()
+        if messages is None:
+            self._selector.unregister(line)
+            if not self._begun.is_set():
+                raise MachineError(f"the launcher on {self._hub} has ended before the run began", do="see what it said")
+            if not self._over.is_set():
+                self._failed(Fault(0, self._hub, "its launcher has ended"))
+                self._over.set()
+            return
+        for message in messages:
+            if "begin" in message:
+                self._begin(Start(**message["begin"]))
+            elif "refused" in message:
+                said, do = message["refused"]
+                raise (UsageError if message["code"] == UsageError.exit_code else MachineError)(said, do=do)
+            elif "fault" in message:
+                self._failed(Fault(**message["fault"]))
+                self._over.set()
+            elif "over" in message:
+                self._over.set()
+            elif "beat" not in message:
+                self._on_order(message)
+
+
+class Gate:
+    """Where a hub listens. Who cannot prove that it knows the token is turned away, and said once."""
+
+    def __init__(self, address: str, port: int, token: str, say: Say) -> None:
+        self.where = f"{address}:{port}"
+        self.listener = _listen(address, port)
+        self.address = str(self.listener.getsockname()[0])
+        self._token, self._say = token, say
+        self._strangers: Counter[str] = Counter()
+
+    def accept(self, selector: selectors.BaseSelector, welcome: Callable[[Line], None]) -> None:
+        """Take a connection that waits; give it to `welcome` once it is proven."""
+        try:
+            sock, _ = self.listener.accept()
+        except OSError:
+            return
+        try:
+            knock = Knock(sock, self._token)
+        except OSError:
+            sock.close()
+            return
+
+        def read() -> None:
+            try:
+                if not knock.read():
+                    return
+            except StrangerError as error:
+                self._turn_away(selector, knock, str(error))
+                return
+            selector.unregister(knock)
+            welcome(socket_line(knock.sock))
+
+        selector.register(knock, selectors.EVENT_READ, read)
+
+    def turn_away_late(self, selector: selectors.BaseSelector) -> None:
+        """Those that have not proved themselves in time."""
+        for key in list(selector.get_map().values()):
+            if isinstance(key.fileobj, Knock) and time.monotonic() > key.fileobj.deadline:
+                self._turn_away(selector, key.fileobj, "it said nothing")
+
+    def _turn_away(self, selector: selectors.BaseSelector, knock: Knock, why: str) -> None:
+        selector.unregister(knock)
+        with suppress(OSError):
+            where = knock.sock.getpeername()[0]
+            self._strangers[where] += 1
+            if self._strangers[where] == 1:  # a scanner knocks a thousand times
+                self._say(f"turned away a connection from {where}: {why}")
+        knock.close()
+
+
+class Calling:
+    """Calls node 0, which may be started later, until it answers."""
+
+    def __init__(self, nodes: Nodes, say: Say) -> None:
+        self.where = f"{nodes.address}:{nodes.port}"
+        self.interface = ""
+        self._nodes, self._say = nodes, say
+        self._began = time.monotonic()
+        self._next_word = self._began + _SAY_AFTER
+
+    def __call__(self) -> Line | None:
+        nodes = self._nodes
+        try:
+            sock = call(nodes.address, nodes.port, nodes.token, 2.0)
+            self.interface = sock.getsockname()[0]
+            return socket_line(sock)
+        except StrangerError as error:
+            raise UsageError(
+                f"{self.where}: {error}",
+                do="see --master-addr and --master-port, and that EVENSTEP_TOKEN is the same",
+            ) from error
+        except OSError as error:
+            why = str(error.strerror or error)
+        now = time.monotonic()
+        if now > self._began + nodes.patience:
+            raise MachineError(
+                f"node 0 did not answer at {self.where} within {nodes.patience:.0f} s: {why}",
+                do="see that node 0 was started, that this is its address, and that no firewall is between",
+            )
+        if now > self._next_word:
+            self._say(f"waiting for node 0 at {self.where}: {why}")
+            self._next_word = now + _SAY_EVERY
+        return None
+
+
+def tell_node_0(nodes: Nodes, host: str) -> None:
+    """A node whose number is beyond --nodes says so to node 0, which would train without it and never know."""
+    with suppress(OSError, StrangerError):
+        line = socket_line(call(nodes.address, nodes.port, nodes.token, 1.0))
+        line.send(hello=asdict(About(host, 0, {}, nodes.rank, nodes.count)))
+        time.sleep(BEAT)
+        line.close()
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """Listen on the one address that was named."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise UsageError(
+            f"--master-addr {address} is no host that this one knows: {error.strerror}", do="give its address"
+        ) from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(128)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UsageError(
+                f"--master-addr {address} is not an address of this host ({socket.gethostname()}), and this is node 0",
+                do="node 0 listens there: give one of its own addresses, or start --node-rank 0 on that host",
+            ) from error
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"port {port} of {address} is taken (by another run, perhaps)",
+                do="give another --master-port on every node, or see who has it: ss -ltnp",
+            ) from error
+        raise MachineError(f"cannot listen at {address}:{port}: {error.strerror}") from error
+    return listener

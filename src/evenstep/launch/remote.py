@@ -1,0 +1,261 @@
+"""One command for several hosts: a launcher for each is started by ssh, srun or the like, and spoken to over its pipes.
+
+No port of this host is needed, and nothing that is secret or hard to quote stands on a command line: what a host is to
+do goes over the pipe. When this launcher ends, or the connection, the pipe does too, and the hosts stop.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evenstep.errors import MachineError, UsageError
+from evenstep.launch.gate import Line, Message
+from evenstep.launch.nodes import Fault, Hub, Say
+from evenstep.record.paths import RunPaths
+
+_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_LAST_WORDS = 30.0  # seconds for logs to come back
+_FORWARDED = re.compile(r"^(EVENSTEP_|PYTHON|OMP_|MKL_|OPENBLAS_|NCCL_|GLOO_|TORCH|CUDA_|HF_|PATH$|LD_LIBRARY_PATH$)")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host, and how many processes it gets (None: as many as it has GPUs, else one)."""
+
+    name: str
+    processes: int | None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this very host."""
+        return self.name in ("localhost", "127.0.0.1", socket.gethostname())
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """`a:4,b:4`, `user@a,b`. UsageError for what makes no sense."""
+    return _checked([_host(part.strip(), text) for part in text.split(",") if part.strip()], text)
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """A line a host: `a:4`, `a 4` or, as for mpirun, `a slots=4`; # begins a comment."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the host file {path}: {error}") from error
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if words:
+            rest = [re.sub(r"^slots=", "", word) for word in words[1:]]
+            hosts.append(_host(":".join([words[0], *rest]), f"{path}, line {number}"))
+    return _checked(hosts, str(path))
+
+
+def _host(text: str, where: str) -> Host:
+    match = re.fullmatch(r"([^\s:,]+|\[[0-9a-fA-F:]+\])(?::(\d+))?", text)
+    if match is None or match[1].startswith("-") or match[2] == "0":
+        raise UsageError(f"{text!r} (in {where}) is no host", do="write host:processes, as in a:4,b:4, or user@host:4")
+    return Host(match[1].strip("[]"), None if match[2] is None else int(match[2]))
+
+
+def _checked(hosts: list[Host], where: str) -> list[Host]:
+    if not hosts:
+        raise UsageError(f"there is no host in {where}", do="write host:processes, as in a:4,b:4")
+    names = [host.name for host in hosts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"{twice} stands twice in {where}", do="name each host once, with all its processes")
+    return hosts
+
+
+Transport = Callable[[Host], list[str]]
+"""The command that runs a shell command line, its last word, on a host, with our pipes."""
+
+
+def by_ssh(host: Host) -> list[str]:
+    """The system's ssh client, so that the user's configuration, agent and jump hosts count."""
+    if shutil.which("ssh") is None:
+        raise UsageError("there is no ssh client on this host", do="install openssh-client")
+    return [*_SSH, "--", host.name]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launch on several hosts ended."""
+
+    fault: Fault | None
+    signal: int | None
+
+
+def run_on_hosts(
+    hosts: Sequence[Host],
+    transport: Transport,
+    paths: RunPaths,
+    job: Mapping[str, Any],
+    *,
+    patience: float,
+    say: Say,
+) -> Ended:
+    """Start a launcher on every host, give it its part, carry output and logs here, and wait for the end.
+
+    `job` is what every host is told (see cli/node.py). UsageError and MachineError for what keeps them from beginning.
+    """
+    with ExitStack() as stack:
+        probe = paths.root / f"probe-{secrets.token_hex(4)}"
+        probe.touch()
+        stack.callback(probe.unlink, missing_ok=True)
+        hub = _Hub(hosts, paths, say, patience)
+        stack.callback(hub.close)
+        for node, host in enumerate(hosts):
+            told = {
+                **job,
+                "node": node,
+                "nodes": len(hosts),
+                "processes": host.processes,
+                "peer": hosts[1 if node == 0 and len(hosts) > 1 else 0].name,
+                "run": str(paths.root),
+                "probe": str(probe),
+                "environment": {name: value for name, value in os.environ.items() if _FORWARDED.match(name)},
+            }
+            hub.start(host, transport, told)
+        with _signals_to(hub.on_signal):
+            hub.join(lambda: hub.stopped is not None)
+            while not hub.wait(0.2):
+                if hub.stopped is not None and not hub.begun:
+                    break
+        hub.close()
+        return Ended(hub.fault, hub.stopped)
+
+
+class _Hub(Hub):
+    """The hub of hosts that it has started itself."""
+
+    def __init__(self, hosts: Sequence[Host], paths: RunPaths, say: Say, patience: float) -> None:
+        run = str(paths.root)
+        super().__init__(len(hosts), None, socket.gethostname(), say, secrets.token_hex(8), run, patience)
+        self.farewell = _LAST_WORDS
+        self.stopped: int | None = None  # by which signal
+        self._paths = paths
+        self._children: list[tuple[Host, subprocess.Popen[bytes]]] = []
+        self._errors: dict[int, bytes] = {}  # what the transport itself said, by node
+
+    @property
+    def begun(self) -> bool:
+        return self._start is not None or self._begun.is_set()
+
+    def start(self, host: Host, transport: Transport, told: Mapping[str, Any]) -> None:
+        """Start the launcher of one host."""
+        node = int(told["node"])
+        words = ["cd", os.getcwd()], ["exec", sys.executable, "-m", "evenstep", "node"]
+        line = " && ".join(map(shlex.join, words))
+        child = subprocess.Popen(
+            ["sh", "-c", line] if host.is_here else [*transport(host), line],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is ours to pass on
+        )
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        self._children.append((host, child))
+        self._errors[node] = b""
+        error = child.stderr
+        os.set_blocking(error.fileno(), False)
+        self._selector.register(error, 1, lambda: self._take_error(node, error))
+        stdin, stdout = child.stdin, child.stdout
+
+        def close() -> None:
+            with suppress(OSError):
+                stdin.close()
+            stdout.close()
+
+        pipe = Line(stdout.fileno(), stdin.fileno(), close)
+        pipe.send(**told)
+        self.welcome(pipe)
+
+    def _gone_before(self, line: Line) -> None:
+        node = next(n for n, (_, c) in enumerate(self._children) if c.stdout and c.stdout.fileno() == line.fileno())
+        host, child = self._children[node]
+        code = child.wait()
+        self._take_error(node, child.stderr)
+        said = self._errors[node].decode(errors="replace").strip() or f"it ended with code {code}"
+        self._end_all(
+            MachineError(
+                f"no launcher could be started on {host.name}: {said}",
+                do=f"see that `ssh {host.name}` works without a password, that {os.getcwd()} and {sys.executable} are "
+                "there too, with the same packages",
+            )
+        )
+
+    def _take_error(self, node: int, stream: Any) -> None:
+        with suppress(OSError, ValueError):
+            data = os.read(stream.fileno(), 1 << 16)
+            if not data:
+                self._selector.unregister(stream)
+            self._errors[node] = (self._errors[node] + data)[-4096:]
+
+    def _take(self, message: Message) -> None:
+        if "out" in message:
+            _write(message["to"], base64.b64decode(message["out"]))
+        elif "file" in message:
+            self._take_file(str(message["file"]), base64.b64decode(message["data"]))
+
+    def _take_file(self, name: str, data: bytes) -> None:
+        """A log of a host that does not share our run directory."""
+        place = (self._paths.root / name).resolve()
+        if place.is_relative_to(self._paths.root.resolve()):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(data)
+
+    def on_signal(self, number: int) -> None:
+        """Pass it on: the first asks, the second ends at once."""
+        again = self.stopped is not None
+        self.stopped = number if self.stopped is None else self.stopped
+        self._post(all={"kill": True} if again else {"stop": number})
+
+    def close(self) -> None:
+        super().close()
+        for _, child in self._children:
+            with suppress(OSError, ValueError):
+                assert child.stdin is not None
+                child.stdin.close()  # the host's launcher ends with it
+            try:
+                child.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    with suppress(OSError):
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+
+
+@contextmanager
+def _signals_to(handler: Callable[[int], None]) -> Iterator[None]:
+    before: dict[int, Any] = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, lambda received, _: handler(received))
+    try:
+        yield
+    finally:
+        for caught, was in before.items():
+            signal.signal(caught, was)

@@ -1,0 +1,175 @@
+"""One launch on several hosts, each of which was started by hand (or by something that does it)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from evenstep import __version__
+from evenstep.environment import Settings
+from evenstep.errors import EvenstepError
+from evenstep.launch.failures import error_path
+from evenstep.launch.gate import Line
+from evenstep.launch.local import Outcome, Say, Script, part_of, run_part
+from evenstep.launch.nodes import About, Calling, Gate, Hub, Link, Nodes, Spoke, Start
+from evenstep.launch.port import reserve_port
+from evenstep.record.paths import RunPaths
+
+_LAST_WORDS = 5.0  # seconds for output to be carried to the hub
+
+# A run directory by name (None: a new one), and the folders that were made for it, innermost first.
+MakePaths = Callable[[str | None], tuple[RunPaths, tuple[Path, ...]]]
+
+
+def run_on_nodes(
+    nodes: Nodes,
+    script: Script,
+    processes: int,
+    settings: Settings,
+    make_paths: MakePaths,
+    *,
+    show: str,
+    say: Say,
+) -> tuple[Outcome, RunPaths]:
+    """Find the other hosts, run this one's part, and end together. As `run_part`, whose errors it raises; UsageError
+    and MachineError for what keeps the hosts from beginning are raised on every one of them."""
+    if not nodes.token and nodes.count > 1 and nodes.rank == 0:
+        say("EVENSTEP_TOKEN is not set: whoever reaches this port can join. Set it to one secret on every node")
+    host = socket.gethostname()
+    same = _same(script)
+    with ExitStack() as stack:
+        link: Link
+        calling = Calling(nodes, say)
+        found: tuple[RunPaths, tuple[Path, ...]] | None = None
+        if nodes.rank == 0:
+            gate = Gate(nodes.address, nodes.port, nodes.token, say)
+            found = make_paths(None)
+            port, keeper = reserve_port()
+            stack.enter_context(keeper)
+            about = About(host, processes, same, 0, nodes.count, nodes.address, port)
+            run = str(Path("runs") / found[0].root.name)
+            link = hub = Hub(nodes.count, about, host, say, secrets.token_hex(8), run, nodes.patience)
+            hub.open(gate)
+        else:
+            about = About(host, processes, same, nodes.rank, nodes.count)
+            link = Spoke(about, f"{nodes.address} (node 0)", say, calling)
+        stack.callback(link.close)
+        start = _interruptible(link)
+        if found is None:
+            found = make_paths(start.run)
+            link.interface = calling.interface
+        paths, made = found
+        outcome = run_part(
+            script,
+            paths,
+            part_of(start, processes, link),
+            replace(settings, run=str(paths.root)),
+            made=made,
+            show=show,
+            say=say,
+        )
+    return outcome, paths
+
+
+def run_for_hub(
+    line: Line,
+    outputs: tuple[int, int],
+    script: Script,
+    processes: int,
+    settings: Settings,
+    *,
+    node: int,
+    nodes: int,
+    address: str,
+    make_paths: MakePaths,
+    tell: Callable[[Outcome, RunPaths], None],
+    files_back: bool,
+    show: str,
+    say: Say,
+) -> Outcome:
+    """Run this host's part for the launcher at the other end of `line`, which started this one.
+
+    What comes out of `outputs`, the other ends of this process's own output and error streams, is sent there, and, with
+    `files_back`, the logs of this host's processes. `tell` says what a failed process said, before that.
+    """
+    with ExitStack() as stack:
+        port, keeper = reserve_port()
+        stack.enter_context(keeper)
+        about = About(socket.gethostname(), processes, _same(script), node, nodes, address, port)
+        link = Spoke(about, "the host that started it", say, lambda: line)
+        stack.callback(link.close)
+        for to, descriptor in enumerate(outputs, 1):
+            link.carry(descriptor, to)
+        found: tuple[RunPaths, tuple[Path, ...]] | None = None
+        try:
+            found = make_paths(None)
+        except EvenstepError as error:
+            link.give_up(error)
+        start = _interruptible(link)
+        assert found is not None  # else the line above has raised
+        paths, made = found
+        link.interface = address if nodes > 1 else ""
+        part = part_of(start, processes, link)
+        settings = replace(settings, run=str(paths.root))
+        outcome = run_part(script, paths, part, settings, made=made, show=show, say=say)
+        tell(outcome, paths)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for descriptor in (1, 2):
+            os.close(descriptor)  # what is still in the pipes has an end
+        link.carried.wait(_LAST_WORDS)
+        if files_back:
+            for rank in part.ranks:
+                for path in (paths.log(rank), error_path(paths.log(rank)), paths.events(rank)):
+                    with suppress(OSError):
+                        link.send_file(str(path.relative_to(paths.root)), path.read_bytes())
+    return outcome
+
+
+def _interruptible(link: Link) -> Start:
+    """`link.join()`, which Ctrl-C and SIGTERM end."""
+    got: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: got.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        start = link.join(lambda: bool(got))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if start is None:
+        raise KeyboardInterrupt
+    return start
+
+
+def _same(script: Script) -> dict[str, str]:
+    """What must be the same on every host."""
+    return {
+        "evenstep": __version__,
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+        "the script": _digest(script),
+        "the script's arguments": " ".join(script.arguments),
+    }
+
+
+def _version(package: str) -> str:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return "none"
+
+
+def _digest(script: Script) -> str:
+    """A hash of the script's text; of a module or a folder its name."""
+    path = Path(script.name)
+    if script.as_module or not path.is_file():
+        return script.name
+    return hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()

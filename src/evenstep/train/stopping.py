@@ -1,0 +1,55 @@
+"""Being asked to stop: SIGTERM, SIGUSR1 (preemption) or Ctrl-C. The step is finished first, a checkpoint written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from evenstep.environment import NOTICES
+
+_ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
+
+
+class Stopping:
+    """Takes these signals for as long as a training loop runs. A second one ends the process as it always did.
+
+    Signals for which the script has a handler of its own are left to it.
+    """
+
+    def __init__(self, ask: Callable[[int], None]) -> None:
+        """`ask(number)` is called when a signal comes; it is called between two instructions of the main thread."""
+        self._ask = ask
+        self._before: dict[int, Any] = {}
+
+    def begin(self) -> None:
+        """Take the signals from now on."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # only there can Python take signals
+        for number in _ASKING:
+            if signal.getsignal(number) in _DEFAULT:
+                self._before[number] = signal.signal(number, self._got)
+
+    def end(self) -> None:
+        """Leave the signals to whoever had them."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _got(self, number: int, frame: FrameType | None) -> None:
+        self.end()
+        self._ask(number)
+        tell_launcher()
+
+
+def tell_launcher() -> None:
+    """Have the launcher, if there is one of evenstep's, wait for this process to end by itself."""
+    descriptor = os.environ.get(NOTICES, "")
+    if descriptor.isdigit():
+        with suppress(OSError):
+            os.write(int(descriptor), b"stopping\n")
