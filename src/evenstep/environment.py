@@ -21,7 +21,10 @@ TOKEN = "EVENSTEP_TOKEN"
 """What the launchers of several hosts must all know. Never given to training processes, nor on a command line."""
 
 NOTICES = "EVENSTEP_NOTICES"
-"""The descriptor on which a training process tells its launcher that it is about to end, and by itself."""
+"""The descriptor on which a training process tells its launcher these things, each with its rank, a line each."""
+TAKES_SIGNALS = "takes signals"  # SIGTERM and the like ask it to stop after its step
+LEAVES_SIGNALS = "leaves signals"
+STOPPING = "stopping"  # it was asked, and will end by itself
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,8 @@ def run(
     if not as_module:
         preflight.check_script(script)
     count = preflight.process_count(processes, thread_replicas or 1, split or 1)
-    asked = preflight.nodes(nodes, node_rank, master_addr, master_port, join_timeout)
+    there = preflight.hosts(hosts, hostfile, nodes, processes)
+    asked = None if there else preflight.nodes(nodes, node_rank, master_addr, master_port, join_timeout)
     wanted = Script(script, as_module, arguments)
     settings = Settings(
         run=run_directory,
@@ -231,7 +232,6 @@ def run(
         split=split,
         batchnorm=batchnorm,
     )
-    there = preflight.hosts(hosts, hostfile, nodes, processes)
     if there is not None:
         paths, made = preflight.run_paths(run_directory, script)
         told = {

@@ -278,7 +278,8 @@ class _Launch:
         link = self._link
         if link is None:
             return
-        if self._refusal is not None or self._signal is not None:
+        in_order = bool(self._exits) and all(one.orderly for one in self._exits)
+        if self._refusal is not None or (self._signal is not None and not in_order):
             return  # leaving tells them
         if server_died is not None:
             self._tell(self._job.first_rank, f"the parent of its processes {server_died}", secondary=False)
@@ -286,7 +287,7 @@ class _Launch:
             link.wait(_VERDICT)
             return
         link.done()
-        while not link.wait(0.1) and self._signal is None:
+        while not link.wait(0.1) and (self._signal is None or in_order):
             pass
 
     def _start(self) -> int:

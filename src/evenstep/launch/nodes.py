@@ -29,6 +29,7 @@ SILENCE = 4.0  # seconds without any after which a host is lost; a flap of two s
 _SAY_AFTER = 2.0  # seconds after which it is said what is waited for, and then every so often
 _SAY_EVERY = 15.0
 _LIKELIER = 0.5  # seconds in which a likelier cause than a peer's end may still be told
+_TELL = 5.0  # seconds in which node 0 is told of a mistake
 _FAREWELL = 2.0  # seconds for the last words
 _SILENT = f"nothing was heard from it for {SILENCE:.0f} s: its cable, its power, or its launcher"
 
@@ -621,12 +622,20 @@ class Calling:
 
 
 def tell_node_0(nodes: Nodes, host: str) -> None:
-    """A node whose number is beyond --nodes says so to node 0, which would train without it and never know."""
-    with suppress(OSError, StrangerError):
-        line = socket_line(call(nodes.address, nodes.port, nodes.token, 1.0))
+    """A node whose number cannot be says so to node 0, which would wait for it or train without it, and never know."""
+    until = time.monotonic() + _TELL
+    while time.monotonic() < until:
+        try:
+            line = socket_line(call(nodes.address, nodes.port, nodes.token, 1.0))
+        except StrangerError:
+            return
+        except OSError:
+            time.sleep(BEAT)  # node 0 may be a little later
+            continue
         line.send(hello=asdict(About(host, 0, {}, nodes.rank, nodes.count)))
         time.sleep(BEAT)
         line.close()
+        return
 
 
 def _listen(address: str, port: int) -> socket.socket:

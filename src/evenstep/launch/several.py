@@ -17,12 +17,13 @@ from pathlib import Path
 
 from evenstep import __version__
 from evenstep.environment import Settings
-from evenstep.errors import EvenstepError
+from evenstep.errors import EvenstepError, UsageError
 from evenstep.launch.failures import error_path
 from evenstep.launch.gate import Line
 from evenstep.launch.local import Outcome, Say, Script, part_of, run_part
-from evenstep.launch.nodes import About, Calling, Gate, Hub, Link, Nodes, Spoke, Start
+from evenstep.launch.nodes import About, Calling, Gate, Hub, Link, Nodes, Spoke, Start, tell_node_0
 from evenstep.launch.port import reserve_port
+from evenstep.launch.undo import take_back
 from evenstep.record.paths import RunPaths
 
 _LAST_WORDS = 5.0  # seconds for output to be carried to the hub
@@ -52,7 +53,11 @@ def run_on_nodes(
         calling = Calling(nodes, say)
         found: tuple[RunPaths, tuple[Path, ...]] | None = None
         if nodes.rank == 0:
-            gate = Gate(nodes.address, nodes.port, nodes.token, say)
+            try:
+                gate = Gate(nodes.address, nodes.port, nodes.token, say)
+            except UsageError:
+                tell_node_0(nodes, host)  # if this is not node 0's host, that one waits for the others
+                raise
             found = make_paths(None)
             port, keeper = reserve_port()
             stack.enter_context(keeper)
@@ -64,7 +69,12 @@ def run_on_nodes(
             about = About(host, processes, same, nodes.rank, nodes.count)
             link = Spoke(about, f"{nodes.address} (node 0)", say, calling)
         stack.callback(link.close)
-        start = _interruptible(link)
+        try:
+            start = _interruptible(link)
+        except EvenstepError:
+            if found is not None:
+                take_back(*found)
+            raise
         if found is None:
             found = make_paths(start.run)
             link.interface = calling.interface

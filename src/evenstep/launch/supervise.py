@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from evenstep.environment import LEAVES_SIGNALS, STOPPING, TAKES_SIGNALS
 from evenstep.launch.failures import error_path, read_uncaught
 from evenstep.launch.job import Job
 from evenstep.launch.kinship import sweep
@@ -41,6 +42,8 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
     """
     live = dict(pids)
     leaving: set[int] = set()  # ranks that have failed and are on their way out: atexit functions, threads
+    deaf: set[int] = set()  # ranks that take a signal as a request to stop after the step
+    failing = False  # something has failed: nobody is to finish anything
     stopping = False
     winding_down = False  # a process has said that it ends by itself after a signal, and so will the others
     next_signal = signal.SIGTERM
@@ -66,16 +69,22 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
                 deadline = now + _WAY_OUT
             elif code != 0 and not stopping:
                 patience = _AFTER_CONSEQUENCE if _looks_secondary(job, rank) else _AFTER_CAUSE
-                deadline = min(deadline or now + patience, now + patience)
+                deadline, failing = min(deadline or now + patience, now + patience), True
 
         if failed in readable:
-            words = os.read(failed, 4096).split()
-            leaving.update(int(word) for word in words if word.isdigit())
-            if b"stopping" in words and not winding_down:  # by itself, once its step is done
-                winding_down = True
-                deadline = None
-            elif not stopping and deadline is None and job.world_size > 1:
-                deadline = now + _WAY_OUT
+            for line in os.read(failed, 4096).split(b"\n"):
+                said, _, number = line.decode().rpartition(" ")
+                if said == TAKES_SIGNALS:
+                    deaf.add(int(number))
+                elif said == LEAVES_SIGNALS:
+                    deaf.discard(int(number))
+                elif said == STOPPING and not failing:  # by itself, once its step is done
+                    winding_down = True
+                    deadline = None
+                elif number.isdigit() and said != STOPPING:
+                    leaving.add(int(number))
+                    if not stopping and deadline is None and job.world_size > 1:
+                        deadline = now + _WAY_OUT
 
         if commands in readable:
             data = os.read(commands, 4096)
@@ -89,7 +98,7 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
                     frozen.expected = command["tell"] == signal.SIGSTOP
                     _signal(live, command["tell"])
                 elif "fail" in command:  # another host has failed: as if it had been one of ours
-                    deadline = now
+                    deadline, failing = now, True
                 elif "kill" in command:
                     stopping, deadline, next_signal = True, now, signal.SIGKILL
                 elif not stopping:
@@ -100,11 +109,13 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
         if not stopping and deadline is None and frozen.seen(live, now):
             for rank in frozen.ranks(live):
                 emit("frozen", rank=rank, seconds=_FROZEN)
-            deadline = now
+            deadline, failing = now, True
 
         if deadline is not None and now >= deadline and live:
             ask = next_signal == signal.SIGTERM
-            _signal({pid: rank for pid, rank in live.items() if not (ask and rank in leaving)}, next_signal)
+            _signal({pid: rank for pid, rank in live.items() if not (ask and rank in leaving | deaf)}, next_signal)
+            if ask:  # they would first finish a step that cannot be finished any more
+                _signal({pid: rank for pid, rank in live.items() if rank in deaf - leaving}, signal.SIGKILL)
             stopping = True
             deadline = now + (_GRACE_AFTER_FAILURE if ask else 0.1)
             next_signal = signal.SIGKILL

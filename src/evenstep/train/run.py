@@ -17,6 +17,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from evenstep.environment import STOPPING
 from evenstep.errors import EvenstepError, IdentityError, MachineError, Stopped, UsageError
 from evenstep.plan.grid import Grid
 from evenstep.plan.order import Order
@@ -47,7 +48,7 @@ from evenstep.train.samples import MicroBatch, probe
 from evenstep.train.statistics import needs_several
 from evenstep.train.step import Step
 from evenstep.train.steps import Loop, Steps
-from evenstep.train.stopping import Stopping
+from evenstep.train.stopping import Stopping, tell_launcher
 from evenstep.train.trace import Trace
 from evenstep.train.world import Ground, disconnect
 
@@ -559,6 +560,7 @@ class Run:
         """A signal asked for it, on whichever process: all have come to the end of this step."""
         if self._restored and self._checkpoint_at != self._done:
             self._checkpoint()
+        tell_launcher(STOPPING)
         self._meeting.exchange("stopping", site="")  # the checkpoint is whole before any process ends
         self._stopped = True
         name = signal.Signals(number).name

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from evenstep.environment import NOTICES
+from evenstep.environment import LEAVES_SIGNALS, NOTICES, STOPPING, TAKES_SIGNALS
 
 _ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
@@ -34,22 +34,26 @@ class Stopping:
         for number in _ASKING:
             if signal.getsignal(number) in _DEFAULT:
                 self._before[number] = signal.signal(number, self._got)
+        if self._before:
+            tell_launcher(TAKES_SIGNALS)
 
     def end(self) -> None:
         """Leave the signals to whoever had them."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._before:
+            tell_launcher(LEAVES_SIGNALS)
         self._before.clear()
 
     def _got(self, number: int, frame: FrameType | None) -> None:
         self.end()
         self._ask(number)
-        tell_launcher()
+        tell_launcher(STOPPING)
 
 
-def tell_launcher() -> None:
-    """Have the launcher, if there is one of evenstep's, wait for this process to end by itself."""
+def tell_launcher(said: str) -> None:
+    """Tell the launcher, if there is one of evenstep's."""
     descriptor = os.environ.get(NOTICES, "")
     if descriptor.isdigit():
         with suppress(OSError):
-            os.write(int(descriptor), b"stopping\n")
+            os.write(int(descriptor), f"{said} {os.environ.get('RANK', '0')}\n".encode())

@@ -1,0 +1,204 @@
+"""Several hosts, started by hand: they begin together, end together, and say why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from evenstep.record.events import read_events
+from tests.hosts import Command, Hosts, hosts, needs_hosts
+from tests.launch.launching import evenstep, eventually, write_script
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+    import sys, time, torch, evenstep
+    from torch.nn.functional import mse_loss
+    from torch.utils.data import TensorDataset
+    run = evenstep.start(global_batch=8, micro_batch=1, seed=1, checkpoint_every=3)
+    model = run.prepare(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    steps = run.steps(TensorDataset(torch.ones(40, 4), torch.ones(40, 1)), epochs=int(sys.argv[1]))
+    run.restore(model=model, optimizer=optimizer)
+    for step in steps:
+        step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Hosts]:
+    needs_hosts()
+    with hosts(2) as made:
+        yield made
+
+
+def start(
+    made: Hosts, folder: Path, node: int, *words: object, count: int = 2, processes: int = 1, token: str = "a secret"
+) -> Command:
+    return made.start(
+        node + 1, "evenstep", "run", "--nodes", count, "--node-rank", node, "--master-addr", made.address(1),
+        "--master-port", 1234, "--processes", processes, *words, folder=folder, env={"EVENSTEP_TOKEN": token},
+    )  # fmt: skip
+
+
+def steps_done(folder: Path) -> int:
+    path = folder / "run0" / "events" / "rank-0.jsonl"
+    return sum(event["kind"] == "step" for event in read_events(path)) if path.exists() else 0
+
+
+def test_the_fingerprint_of_one_process(two: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    alone = evenstep(tmp_path, "run", "--run", "alone", "script.py", 2, 0)
+    # The later node first: the order does not matter. The nodes have different numbers of processes.
+    second = start(two, tmp_path, 1, "--run", "run1", "script.py", 2, 0, processes=2)
+    first = start(two, tmp_path, 0, "--run", "run0", "script.py", 2, 0)
+    done, other = first.wait(), second.wait()
+    assert (done.code, other.code) == (0, 0), (done, other)
+    assert "3 processes" in done.err
+    assert done.out.splitlines()[-1] == alone.out.splitlines()[-1]
+    assert "fingerprint" in done.out
+    assert {path.name for path in (tmp_path / "run1" / "logs").iterdir()} == {"rank-1.log", "rank-2.log"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (["--nodes", 2, "--node-rank", 0], ["--nodes", 2, "--node-rank", 0], "two nodes have --node-rank 0"),
+        (["--nodes", 2, "--node-rank", 0], ["--nodes", 3, "--node-rank", 1], "with --nodes 3"),
+        (["--nodes", 1, "--node-rank", 0], ["--nodes", 1, "--node-rank", 1], "--nodes is 1"),
+    ],
+)
+def test_a_mistake_is_named_on_every_node(
+    two: Hosts, tmp_path: Path, first: list[object], second: list[object], said: str
+) -> None:
+    write_script(tmp_path, SCRIPT)
+    commands = [
+        two.start(
+            node + 1, "evenstep", "run", *options, "--master-addr", two.address(1), "--master-port", 1234,
+            "--run", f"run{node}", "script.py", 50, 0.05, folder=tmp_path, env={"EVENSTEP_TOKEN": "a secret"},
+        )
+        for node, options in enumerate((first, second))
+    ]  # fmt: skip
+    results = [command.wait() for command in commands]
+    if second[-1] == 0:  # it cannot listen at the other host's address
+        assert "10.77.0.11 is not an address of this host" in results.pop().err
+    for result in results:
+        assert result.code == 2, result
+        assert said in result.err
+
+
+def test_scripts_that_differ(two: Hosts, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        write_script(folder, SCRIPT + ("\n    print(1)" if folder == folders[1] else ""))
+    commands = [start(two, folder, node, "script.py", 1, 0) for node, folder in enumerate(folders)]
+    for command in commands:
+        result = command.wait()
+        assert result.code == 2
+        assert "the script differs" in result.err
+        assert "host1 (node 0)" in result.err
+    assert not list(folders[0].glob("runs/*"))
+
+
+def test_a_wrong_token_and_strangers_are_turned_away(two: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    alone = evenstep(tmp_path, "run", "--run", "alone", "script.py", 2, 0)
+    first = start(two, tmp_path, 0, "--run", "run0", "script.py", 2, 0)
+    wrong = start(two, tmp_path, 1, "--run", "runx", "script.py", 2, 0, token="a guess").wait()
+    assert wrong.code == 2
+    assert "EVENSTEP_TOKEN must be the same" in wrong.err
+    noise = (
+        "import os, socket\n"
+        f"s = socket.create_connection(('{two.address(1)}', 1234))\n"
+        "try:\n    for _ in range(160): s.sendall(os.urandom(1 << 16))\nexcept OSError: pass\n"
+    )
+    assert two.start(2, "python", "-c", noise, folder=tmp_path).wait().code == 0
+    second = start(two, tmp_path, 1, "--run", "run1", "script.py", 2, 0)
+    done, other = first.wait(), second.wait()
+    assert (done.code, other.code) == (0, 0), (done, other)
+    assert done.out.splitlines()[-1] == alone.out.splitlines()[-1]
+    assert f"turned away a connection from {two.address(2)}" in done.err
+
+
+def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
+    assert pids
+    for pid in pids:
+        os.kill(pid, number)
+
+
+# What to do to host 2, what node 0 is to say, and seconds (generous: the machine may be busy).
+FAULTS: dict[str, tuple[Callable[[Hosts], None], str]] = {
+    "a process killed": (lambda h: kill(h.find(2, "python script.py")), "rank 1 was killed by SIGKILL"),
+    "a launcher killed": (lambda h: kill(h.find(2, "evenstep run", "--node-rank 1")[-1:]), "its launcher has ended"),
+    "a host without power": (lambda h: h.power_off(2), "nothing was heard from it for 4 s"),
+    "a cable cut": (lambda h: h.cut(2), "nothing was heard from it for 4 s"),
+    "a process stopped": (lambda h: kill(h.find(2, "python script.py"), signal.SIGSTOP), "rank 1 stands still"),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_fault_ends_the_run_on_all_hosts(two: Hosts, tmp_path: Path, fault: str) -> None:
+    act, said = FAULTS[fault]
+    write_script(tmp_path, SCRIPT)
+    commands = [start(two, tmp_path, node, "--run", f"run{node}", "script.py", 1000, 0.02) for node in (0, 1)]
+    assert eventually(lambda: steps_done(tmp_path) > 8)
+    began = time.monotonic()
+    try:
+        act(two)
+        first = commands[0].wait()
+        took = time.monotonic() - began
+        commands[1].wait()
+    finally:
+        two.join(2)
+    assert first.code == (1 if "rank" in said else 4)
+    assert f"the run failed on host2 (node 1): {said}" in first.err
+    assert "to go on from step" in first.err
+    assert took < 15
+    assert two.pids(1) == two.pids(2) == []
+
+
+def test_a_flap_of_two_seconds_ends_nothing(two: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    alone = evenstep(tmp_path, "run", "--run", "alone", "script.py", 20, 0)
+    commands = [start(two, tmp_path, node, "--run", f"run{node}", "script.py", 20, 0.05) for node in (0, 1)]
+    assert eventually(lambda: steps_done(tmp_path) > 8)
+    two.cut(2)
+    time.sleep(2.0)  # what is tested is this very time
+    two.join(2)
+    first, second = (command.wait() for command in commands)
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert first.out.splitlines()[-1] == alone.out.splitlines()[-1]
+
+
+def test_a_taken_port_and_a_wrong_address(tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    words = ("run", "--nodes", 2, "--node-rank", 0, "--master-addr")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = evenstep(tmp_path, *words, "127.0.0.1", "--master-port", port, "script.py", 1, 0)
+    assert (result.code, f"port {port} of 127.0.0.1 is taken" in result.err) == (2, True), result
+    result = evenstep(tmp_path, *words, "192.0.2.1", "--master-port", port, "script.py", 1, 0)
+    assert (result.code, "192.0.2.1 is not an address of this host" in result.err) == (2, True), result
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_stopping_one_node_stops_all_after_a_checkpoint(two: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    commands = [start(two, tmp_path, node, "--run", f"run{node}", "script.py", 1000, 0.02) for node in (0, 1)]
+    assert eventually(lambda: steps_done(tmp_path) > 8)
+    kill(two.find(2, "evenstep run", "--node-rank 1")[-1:], signal.SIGTERM)
+    first, second = (command.wait() for command in commands)
+    assert (first.code, second.code) == (143, 143), (first, second)
+    assert "stopped by SIGTERM at the end of step" in first.err
+    assert "to go on from step" in first.err
