@@ -96,7 +96,7 @@ def lay_out(options: Options, ground: Ground) -> Layout:
     if cut.shards > 1:
         if options.batchnorm == "sync":
             raise UsageError(
-                'batchnorm="sync" together with --shard is not offered: a shard without a micro-batch has no statistics',
+                'batchnorm="sync" with --shard is not offered: a shard without a micro-batch has no statistics',
                 do="leave it out: BatchNorm layers are exact on every layout, each over its micro-batch",
             )
         from evenstep.train.parallel.shard import ShardLockstep, Shards  # FSDP takes seconds to import
