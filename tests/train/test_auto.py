@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import evenstep
 from evenstep.environment import Settings
 from evenstep.errors import IdentityError, UsageError
+from evenstep.record.events import read_events
 from evenstep.record.identity import read_identity
 from evenstep.train.auto import Choice, Need, Search, _peak_of, size_text
 from evenstep.train.meeting import Meeting
@@ -89,6 +90,39 @@ def test_more_memory_gives_more_samples_up_to_one_micro_batch_a_process(tmp_path
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == BATCH
     assert {found["size"] for found in run_ranks(lambda: train(tmp_path / "3", memory="1GiB", steps=1), 3)} == {8}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_real_step_stays_below_the_limit(world_size: int, tmp_path: Path) -> None:
+    limit = 3 * 2**20
+
+    def script() -> tuple[int, int]:
+        with evenstep.start(run=tmp_path, global_batch=64, micro_batch="auto", memory=limit) as run:
+            model = run.prepare(nn.Sequential(nn.Linear(64, 256), *[nn.Tanh() for _ in range(80)], nn.Linear(256, 64)))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+            def whole_step() -> None:
+                step.backward(lambda model, batch: (model(batch[0]).square().sum(), len(batch[0])))
+                optimizer.step()
+
+            peaks = []
+            for step in run.steps(TensorDataset(torch.rand(128, 64)), steps=3):
+                if step.number == 0:
+                    whole_step()
+                else:
+                    peaks.append(_peak_of(whole_step))
+                optimizer.zero_grad()
+            held = 3 * sum(p.numel() * p.element_size() for p in model.parameters())  # with Adam's two
+            (size,) = {
+                event["size"]
+                for event in read_events(run.directory / "events" / f"rank-{run.rank}.jsonl")
+                if event["kind"] == "micro-batch"
+            }
+            return size, max(peaks) + held
+
+    for size, most in run_ranks(script, world_size):
+        assert 1 < size < 32
+        assert 0.4 * limit < most < limit
 
 
 def test_the_smallest_of_what_processes_found_is_taken(tmp_path: Path) -> None:
@@ -228,6 +262,27 @@ def test_on_a_gpu_what_torch_counts_and_running_out_of_memory_decide(monkeypatch
     assert choice == Choice(12, Need(12, 840, 0, 1000), largest=False)
     assert tried == [1, 2, 4, 8, 12, 24]
     assert search._needs[24] == Need(24, 1680, 0, 1000)
+
+
+def test_more_sums_of_gradients_may_leave_less_room_for_a_smaller_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with many parameters, the sums of 16 micro-batches take more than a micro-batch of 4 samples."""
+    monkeypatch.setattr("evenstep.train.auto._peak_of", lambda work: 300 * work())
+    parameters = [nn.Parameter(torch.empty(250))]  # 1000 bytes
+
+    def choice(memory: int) -> Choice:
+        options = choose(
+            Settings(), Options(16, "auto", 0, True, "gloo", 1, "cpu", None, None, 1, False, False, memory=memory), 1
+        )
+        search = Search(lambda size: size, parameters, [], lambda size: -(-16 // size), options, torch.device("cpu"))  # type: ignore[arg-type]
+        return search.choose([1, 2, 4, 8, 16], Meeting(0, 1), "")
+
+    # 1000, 300 a sample, and 4000 with 1000 more for each doubling of the micro-batches: of 4 samples it is least. A
+    # tenth is spare.
+    assert choice(11000).size == 16
+    assert choice(10000).need == Need(8, 3400, 5000, 10000)
+    assert choice(9223).need == Need(4, 2200, 6000, 9223)
+    with pytest.raises(UsageError, match=r"a micro-batch of 4 does not fit on rank 0: a trial took 2\.15 KiB"):
+        choice(9000)
 
 
 def test_sizes_are_said_for_people() -> None:

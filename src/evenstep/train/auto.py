@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,11 @@ class Need:
 
     @property
     def fits(self) -> bool:
-        return self.trial + self.room <= self.limit * (1 - SPARE)
+        return self.fits_with(1.0)
+
+    def fits_with(self, part: float) -> bool:
+        """Whether it fits with a part of the room."""
+        return self.trial + part * self.room <= self.limit * (1 - SPARE)
 
 
 @dataclass(frozen=True)
@@ -106,10 +111,13 @@ class Search:
         error: Exception | None = None
         found: int | None = None
         try:
-            found = largest_that_fits(sizes, lambda size: self._need(size).fits)
+            found = self._largest(sizes)
         except Exception as caught:
             error = caught
-        need = None if error is not None else self._needs[found or sizes[0]]
+        need = None
+        if error is None:
+            scarcest = min(self._needs.values(), key=lambda need: (need.trial + need.room) / need.limit)
+            need = self._needs[found] if found else scarcest
         said = {
             "failed": None if error is None else f"{type(error).__name__}: {error}",
             "size": found,
@@ -128,6 +136,22 @@ class Search:
         if least["size"] is None:
             raise _too_little(answers.index(least), Need(*least["need"]))
         return Choice(least["size"], Need(*least["need"]), least["size"] == sizes[-1])
+
+    def _largest(self, sizes: Sequence[int]) -> int | None:
+        """Fewer micro-batches need fewer sums of gradients: a size may fit though a smaller one does not.
+
+        So first the largest that fits with the sums of the fewest; then, among sizes with as many sums as each other,
+        where that was too little, those with the least sums first."""
+        sums, least = self._sums, self._sums(sizes[-1])
+        above = largest_that_fits(sizes, lambda size: self._need(size).fits_with(least / sums(size)))
+        if above is None:
+            return None
+        below = [size for size in sizes if size <= above]
+        for _, level in groupby(reversed(below), key=sums):
+            found = largest_that_fits(sorted(level), lambda size: self._need(size).fits)
+            if found is not None:
+                return found
+        return None
 
     def _need(self, size: int) -> Need:
         if size not in self._needs:
@@ -179,9 +203,12 @@ class Search:
                 p.grad = grad
 
     def _room(self, size: int, parameters: Sequence[nn.Parameter]) -> int:
-        trained = sum(_bytes(p) for p in parameters if p.requires_grad)
-        sums = math.ceil(math.log2(max(self._leaves(size), 1))) if self._options.exact else 0
-        return trained * (_OPTIMIZER_STATE + sums + _EXCHANGED)
+        return sum(_bytes(p) for p in parameters if p.requires_grad) * self._sums(size)
+
+    def _sums(self, size: int) -> int:
+        """How many times the trained parameters there is to be room for."""
+        levels = math.ceil(math.log2(max(self._leaves(size), 1))) if self._options.exact else 0
+        return _OPTIMIZER_STATE + levels + _EXCHANGED
 
 
 def size_text(number: float) -> str:

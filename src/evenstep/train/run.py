@@ -445,6 +445,8 @@ class Run:
 
     def _plan(self, schedule: Schedule) -> list[str]:
         """Who computes what, for the person who runs this."""
+        if isinstance(self._options.micro_batch, str):
+            return [f"run directory {self.directory}", "the micro-batch is chosen at the first step.backward, by trial"]
         backend = self._ground.backend if self.world_size > 1 else None
         device = self.device.type
         lines = plan_lines(
@@ -455,8 +457,6 @@ class Run:
             backend=backend,
             exact=self._options.exact,
         )
-        if isinstance(self._options.micro_batch, str):
-            lines = ["the micro-batch is chosen at the first step.backward, by trial"]
         said = self._precision.plan_line([p for _, p in self._models.parameters()])
         lines += [said] if said else []
         lines += self._layout.plan
