@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import LossError, UsageError
+from evenstep.train.casts import no_cast_cache
 from evenstep.train.parallel import threads
 from evenstep.train.parallel.copies import Copies, flat
 from tests.ranks import run_ranks
@@ -102,6 +103,23 @@ def test_checkpointing_autocast_and_what_changes_between_steps(tmp_path: Path) -
 def test_mixed_precision(precision: str, tmp_path: Path) -> None:
     alone = train_transformer(tmp_path / "alone", precision=precision)
     assert train_transformer(tmp_path / "threads", precision=precision, thread_replicas=2) == alone
+
+
+def test_no_thread_caches_casts() -> None:
+    seen: list[bool] = []
+
+    def look() -> None:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+            seen.append(torch.is_autocast_cache_enabled())
+
+    with no_cast_cache():
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        look()
+    assert seen == [False, False]
+    look()
+    assert seen[-1]
 
 
 def test_equal_tier(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ _set = torch.set_autocast_cache_enabled
 
 @contextmanager
 def no_cast_cache() -> Iterator[None]:
-    """Whatever the script's autocast says of its cache, there is none, in this thread and those that say `no_cache`."""
+    """Whatever the script's autocast says of its cache, there is none, in no thread. (One that begins inside says `no_cache`.)"""
     before = torch.is_autocast_cache_enabled()
-    vars(torch)["set_autocast_cache_enabled"] = _ignored
+    vars(torch)["set_autocast_cache_enabled"] = _off
     _set(False)
     try:
         yield
@@ -33,5 +33,7 @@ def no_cache() -> None:
     _set(False)
 
 
-def _ignored(enabled: bool) -> None:
-    """In place of torch's own: an autocast that begins turns the cache on, unless it was told not to."""
+def _off(enabled: bool) -> None:
+    """In place of torch's own: an autocast that begins, in whatever thread (autograd has its own for GPUs), turns the
+    cache on unless it was told not to."""
+    _set(False)

@@ -108,6 +108,8 @@ class Shards:
 
     def place(self, model: nn.Module, asked: Asked) -> None:
         """Cuts a prepared model's parameters."""
+        if asked.devices is not None:
+            raise UsageError("devices= together with --shard is not offered", do="choose one of them")
         check_shardable(model)
         model.to(self.ground.device)
         chosen = cut(model, asked.shard)
