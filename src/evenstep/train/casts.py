@@ -17,7 +17,7 @@ _set = torch.set_autocast_cache_enabled
 
 @contextmanager
 def no_cast_cache() -> Iterator[None]:
-    """Whatever the script's autocast says of its cache, there is none, in no thread. (One that begins inside says `no_cache`.)"""
+    """Whatever the script's autocast says of its cache, there is none. A thread that begins inside says `no_cache`."""
     before = torch.is_autocast_cache_enabled()
     vars(torch)["set_autocast_cache_enabled"] = _off
     _set(False)
