@@ -25,7 +25,7 @@ from tests.train.layouts import (
 # (layout, training): what is not offered, and words of the error that says so.
 REFUSED: dict[tuple[str, str], str] = {
     # Its branch is added to what goes around it, and the second cut lies between.
-    ("3 stages", "encoder"): "an argument of second depends on the output of first, which lies on an earlier stage",
+    ("3 stages", "encoder"): "an argument of second depends on the output of first, which lies on another stage",
 }
 
 Found = dict[str, dict[tuple[str, str], Outcome]]

@@ -33,7 +33,7 @@ def test_what_is_made_of_a_ghost_is_one_and_knows_its_shape() -> None:
     ):
         assert isinstance(made, Ghost)
         assert tuple(made.shape) == shape
-        assert made.unit == "a unit"
+        assert made.source == "a unit"
     first, second = x.chunk(2, dim=0)
     assert isinstance(first, Ghost)
     assert second.size(0) == 1
@@ -73,7 +73,7 @@ def test_its_values_cannot_be_read_or_written_elsewhere() -> None:
         lambda: x[x > 0],
         lambda: torch.nonzero(x),
     ):
-        with pytest.raises(UsageError, match="a value of what a unit returned is read"):
+        with pytest.raises(UsageError, match="a value of a unit, which lies on another stage, is read"):
             read()
     here = torch.zeros(2, 2)
     for write in (
@@ -82,7 +82,7 @@ def test_its_values_cannot_be_read_or_written_elsewhere() -> None:
         lambda: here.__iadd__(x),
         lambda: torch.add(here, x, out=here),
     ):
-        with pytest.raises(UsageError, match="written into another tensor"):
+        with pytest.raises(UsageError, match="written into a tensor"):
             write()
     assert not here.any()
 

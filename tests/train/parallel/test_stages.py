@@ -155,6 +155,15 @@ class Noise(Four):
         return self.d(h * torch.rand(8)) + noise[:4]
 
 
+class Borrowed(Four):
+    """A weight of a unit is used outside it, where the unit itself lies."""
+
+    def forward(self, x: Tensor) -> Any:
+        device = self.d.weight.device
+        h = self.b(self.a(x.to(device)) + self.a.weight[0] * 2)
+        return self.d(self.c(h)) + self.d.bias
+
+
 class Tied(Four):
     """A weight that three stages share, and a bias that two do."""
 
@@ -257,6 +266,7 @@ EQUAL = {
     "nests": Case(Nests),
     "shapes": Case(Shapes),
     "noise": Case(Noise),
+    "borrowed": Case(Borrowed),
     "tied": Case(Tied),
     "tied, autocast": Case(Tied, autocast),
     "branches": Case(Branches),
@@ -464,15 +474,15 @@ def decayed(model: nn.Module, batch: Any) -> Any:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Any], str]] = {
     "skip": (Skip, cross_entropy, "an argument of d depends on the output of a"),
     "memory": (Memory, cross_entropy, "an argument of c depends on the output of a"),
-    "functional": (Functional, cross_entropy, "a.weight lies on another stage"),
+    "functional": (Functional, cross_entropy, "an argument of d depends on a.weight, which lies on another stage"),
     "hidden use": (HiddenUse, cross_entropy, "a.weight lies on another stage"),
-    "decay": (Four, decayed, "a.weight lies on another stage"),
+    "decay": (Four, decayed, "a.weight, which lies on another stage"),
     "twice": (Twice, cross_entropy, "b is called a second time for one micro-batch"),
     "two calls": (Four, two_calls, "a is called a second time for one micro-batch"),
-    "hidden states": (Four, hidden_states, "what a returned"),
+    "hidden states": (Four, hidden_states, "the output of a, which lies on another stage"),
     "loose twice": (LooseTwice, cross_entropy, "position, which belongs to no unit"),
-    "reading": (Reading, cross_entropy, "a value of what b returned is read"),
-    "written": (Written, cross_entropy, "what b returned is written into another tensor"),
+    "reading": (Reading, cross_entropy, "a value of the output of b, which lies on another stage, is read"),
+    "written": (Written, cross_entropy, "the output of b, which lies on another stage, is written into a tensor"),
     "unordered": (Unordered, cross_entropy, "a is called on stage 1, and was not on its own"),
     "backwards": (Backwards, cross_entropy, "c, of a later stage, is called before any of a to b"),
     "early": (Early, cross_entropy, "the function returned on stage 0, which has a to b"),

@@ -1,4 +1,4 @@
-"""What stands, on one pipeline stage, for a tensor that an earlier stage has.
+"""What stands, on one pipeline stage, for a tensor that another stage has.
 
 Code between the units of a model runs on every stage. On a Ghost it computes nothing, but shapes and dtypes can
 be asked for; what is made of it is a Ghost again, so one that reaches a place where it is needed can be named.
@@ -58,16 +58,16 @@ _INPLACE = _names("__iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv_
 
 
 class Ghost(Tensor):
-    """A tensor of an earlier stage. `unit` made it, or what it was computed from."""
+    """A tensor that lies on another stage, or is computed from one. `source` says which that is."""
 
-    unit: str
+    source: str
     place: torch.device
     made: Tensor | Callable[[], Tensor]  # empty memory in its shape; or what makes it
 
     @staticmethod
-    def of(unit: str, place: torch.device, made: Tensor | Callable[[], Tensor]) -> Ghost:
+    def of(source: str, place: torch.device, made: Tensor | Callable[[], Tensor]) -> Ghost:
         new = torch.empty(0).as_subclass(Ghost)
-        new.unit, new.place, new.made = unit, place, made
+        new.source, new.place, new.made = source, place, made
         return new
 
     def stand_in(self) -> Tensor:
@@ -87,16 +87,17 @@ class Ghost(Tensor):
         if name == "device":
             return found.place
         if name == "__repr__":
-            return f"<a tensor of {found.unit}, on an earlier stage>"
+            return f"<a tensor on another stage, from {found.source}>"
         here = bool(args) and isinstance(args[0], Tensor) and not isinstance(args[0], Ghost)
         if name in _READING or (name == "__getitem__" and _by_mask(args[1])):
             raise UsageError(
-                f"a value of what {found.unit} returned is read ({name}) in code that runs on a later stage too",
-                do="do it inside a module, or cut the model elsewhere (run.prepare(model, stages=[...]))",
+                f"a value of {found.source}, which lies on another stage, is read ({name})",
+                do="let the loss depend on the model's output alone, and read values inside modules; or cut the model "
+                "elsewhere (run.prepare(model, stages=[...]))",
             )
         if (here and _writes(name)) or kwargs.get("out") is not None:
             raise UsageError(
-                f"what {found.unit} returned is written into another tensor ({name}) in code between the stages",
+                f"{found.source}, which lies on another stage, is written into a tensor ({name})",
                 do="compute a new tensor, inside a module",
             )
 
@@ -112,8 +113,8 @@ class Ghost(Tensor):
         if name in ABOUT or name in _FRESH or (here and name in _CONVERTING):
             return compute()
         if name in _ONE_TENSOR:
-            return Ghost.of(found.unit, found.place, compute)
-        return map_tensors(compute(), lambda leaf: Ghost.of(found.unit, found.place, leaf))
+            return Ghost.of(found.source, found.place, compute)
+        return map_tensors(compute(), lambda leaf: Ghost.of(found.source, found.place, leaf))
 
 
 def take_apart(nest: Any, tensors: list[Tensor], where: str) -> list[Any]:

@@ -65,6 +65,7 @@ class Units:
         self._watch = _Watch(self)
         self._with_grad = False  # gradients are wanted of the function that runs
         self._looked: set[int] = set()  # the units that were watched
+        self.inside = False  # a unit of this stage runs
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         numbers = {id(unit): k for k, (_, unit) in enumerate(cut.units)}
         for name, unit in blocks(model):
@@ -104,7 +105,7 @@ class Units:
         ghost = find(returned)
         if ghost is not None:
             raise UsageError(
-                f"what the function returned depends on the output of {ghost.unit}, which lies on an earlier stage",
+                f"what the function returned depends on {ghost.source}, which lies on another stage",
                 do="return what the model's last units compute; intermediate outputs (hidden states) stay on their "
                 "stages, so start without --stages for such a loss",
             )
@@ -164,13 +165,22 @@ class Units:
         if k not in self._looked:
             self._looked.add(k)
             if self._with_grad:
-                return forward(*args, **kwargs)
+                with self._inside():
+                    return forward(*args, **kwargs)
             # In eval mode some modules of torch take another way where functions are watched: that is one call more.
             given, named = map_tensors((args, kwargs), torch.clone)
-            with kept_generators():
+            with kept_generators(), self._inside():
                 forward(*given, **named)
         with _pop_mode_temporarily():
             return forward(*args, **kwargs)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
 
     def _ghost(self, flight: Flight, name: str) -> Any:
         """What a unit of an earlier stage has returned there, without the values."""
@@ -185,7 +195,9 @@ class Units:
         structure, forms = flight.received.said["made"][name]
 
         def ghost(shape: list[int], dtype: str) -> Ghost:
-            return Ghost.of(name, self.device, lambda: blank(shape, getattr(torch, dtype), self.device))
+            return Ghost.of(
+                f"the output of {name}", self.device, lambda: blank(shape, getattr(torch, dtype), self.device)
+            )
 
         return put_together(structure, [ghost(*form) for form in forms])
 
@@ -267,10 +279,18 @@ class Units:
 
     def _refuse_skip(self, name: str, ghost: Ghost) -> NoReturn:
         raise UsageError(
-            f"an argument of {name} depends on the output of {ghost.unit}, which lies on an earlier stage: only the "
+            f"an argument of {name} depends on {ghost.source}, which lies on another stage: only the "
             "first argument of the first unit of a stage goes from one stage to the next",
             do=f"{BY_HAND}, so that both lie on one stage; or start without --stages",
         )
+
+    def ghost_of(self, tensor: Tensor) -> Tensor:
+        """What stands for it in code between units: a ghost for a parameter or buffer of another stage."""
+        name = self.elsewhere.get(id(tensor))
+        if name is None:
+            return tensor
+        shape, dtype = tensor.shape, tensor.dtype
+        return Ghost.of(name, self.device, lambda: blank(shape, dtype, self.device))
 
     def refuse_use(self, tensor: str) -> NoReturn:
         raise UsageError(
@@ -334,14 +354,14 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in tensors((args, kwargs)):
-            if id(tensor) in self._units.elsewhere:
-                name = function_name(func)
-                if name == "device":
-                    return self._units.device
-                if not is_question(func) and find((args, kwargs)) is None:
-                    self._units.refuse_use(self._units.elsewhere[id(tensor)])
-        return func(*args, **kwargs)
+        elsewhere = self._units.elsewhere
+        used = next((id(tensor) for tensor in tensors((args, kwargs)) if id(tensor) in elsewhere), None)
+        if used is None or is_question(func):
+            at_device = used is not None and function_name(func) == "device"
+            return self._units.device if at_device else func(*args, **kwargs)
+        if self._units.inside:
+            self._units.refuse_use(elsewhere[used])
+        return func(*map_tensors(args, self._units.ghost_of), **map_tensors(kwargs, self._units.ghost_of))
 
 
 def _call_stateless(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -350,7 +370,7 @@ def _call_stateless(name: str, forward: Callable[..., Any], args: tuple[Any, ...
     if ghost is None or getattr(forward.__self__, "return_indices", False):  # type: ignore[attr-defined]
         return forward(*args, **kwargs)
     return Ghost.of(
-        ghost.unit, ghost.place, lambda: forward(*(a.stand_in() if isinstance(a, Ghost) else a for a in args))
+        ghost.source, ghost.place, lambda: forward(*(a.stand_in() if isinstance(a, Ghost) else a for a in args))
     )
 
 
