@@ -114,6 +114,21 @@ def test_any_nest_moves_by_hand() -> None:
         assert torch.equal(a["pair"].first, b["pair"].first)
 
 
+def test_an_operation_on_two_devices_is_explained() -> None:
+    """As GPUs would say it: there a sum of what two devices hold is an error."""
+
+    class Apart(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            self[1](self[0](x))
+            raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices")
+
+    model = Apart(nn.Linear(2, 2), nn.Linear(2, 2))
+    split(model)
+    with pytest.raises(RuntimeError, match="on the same device") as caught:
+        model(torch.ones(1, 2))
+    assert "Apart is split over 2 devices: cpu:0 has 0" in caught.value.__notes__[0]
+
+
 def test_balanced_by_size() -> None:
     wide = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 200), nn.Linear(200, 2), nn.Linear(2, 2))
     sizes = unit_sizes(wide)

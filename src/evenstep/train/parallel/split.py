@@ -8,6 +8,7 @@ arguments are copied at the same places, so that the moves can be seen and count
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Split:
             unit.register_forward_pre_hook(_Move(self, place, devices[place]), with_kwargs=True)
             if devices[place].type == "cpu":
                 unit.register_forward_hook(_Mark(place))
-        model.register_forward_hook(_Return(self, devices[0]))
+        model.register_forward_hook(_Return(self, devices[0]), always_call=True)
 
     def moved(self, nest: Any, place: int, device: torch.device) -> Any:
         """`nest` with its tensors on `device`."""
@@ -137,12 +138,20 @@ class _Mark(_Hook):
 
 
 class _Return(_Hook):
-    """What the model returns comes back to the first device."""
+    """What the model returns comes back to the first device; an error that the split has made says so."""
 
     def __init__(self, split: Split, device: torch.device) -> None:
         self._split, self._device = split, device
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if output is None:
+            error = sys.exc_info()[1]  # hooks that are always called run while it is handled
+            if isinstance(error, RuntimeError) and "on the same device" in str(error):
+                error.add_note(
+                    f"evenstep: {type(module).__name__} is {self._split.said()}. Its code puts together what units on "
+                    "several devices return: put these on one, with run.prepare(model, devices={submodule: device})"
+                )
+            return None
         return self._split.moved(output, 0, self._device)
 
 
