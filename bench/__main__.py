@@ -42,7 +42,7 @@ def main() -> int:
     for name in ("measured here", "value", "target", "", "note"):
         table.add_column(name, justify="right" if name in ("value", "target") else "left")
     missed = 0
-    for measure in (order, launch, step, threads, stages, memory):
+    for measure in (order, launch, step, threads, stages, memory, shard):
         with console.status(f"measuring: {measure.__name__}"):
             for line in measure():
                 met = line.value <= line.target
@@ -122,6 +122,21 @@ def memory() -> Iterator[Measured]:
     note = f"{ours / 1e6:.0f} MB and {theirs / 1e6:.0f} MB; a gradient copy is {gradients / 1e6:.0f} MB"
     what = f"peak memory less {copies:g} gradient copies, / DDP"
     yield Measured(what, (ours - copies * gradients) / theirs, 1.05, "", note)
+
+
+def shard() -> Iterator[Measured]:
+    script = str(HERE / "shard.py")
+    with tempfile.TemporaryDirectory() as folder:
+        found = last_json(evenstep_run(2, folder, "--shard", script, "time"))
+    note = f"{spread(found['ratios'])}; fastest / fastest {found['fastest']:.2f}"
+    yield Measured("step, transformer, --shard, / fully_shard", statistics.median(found["ratios"]), 1.10, "", note)
+    peaks: list[float] = []
+    for processes in (1, 2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            found = last_json(evenstep_run(processes, folder, "--shard", script, "memory"))
+        peaks.append(found["peak"])
+    note = ", ".join(f"{peak / 1e6:.0f}" for peak in peaks) + " MB for 1, 2, 4 processes"
+    yield Measured("memory of a process, --shard, of 4 / of 1", peaks[-1] / peaks[0], 0.75, "", note)
 
 
 def evenstep_run(processes: int, run: str, *script: str) -> list[str]:

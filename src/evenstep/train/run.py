@@ -153,9 +153,9 @@ class Run:
         does it for all models with the devices there are. Several names of the CPU ("cpu:0", "cpu:1") are for tests.
 
         `shard`: with `--shard`, the names of the modules whose parameters are gathered only while they compute
-        ("encoder.layers" stands for its entries; [] for none). By default they are large blocks: entries of one class
-        in a Sequential, or in a ModuleList that the forward loops over. A module that is not called for every
-        micro-batch cannot be among them.
+        ("encoder.layers" stands for its entries; [] for none). By default they are large blocks: entries of a
+        Sequential, or of a ModuleList that the forward loops over. A module that is not called for every micro-batch
+        cannot be among them.
         """
         if devices is not None:
             self._compiled.refuse("devices=")

@@ -505,6 +505,10 @@ def test_blocks_that_are_seen_to_be_called_are_cut() -> None:
         cut(tied, ["looped.0"])
     with pytest.raises(UsageError, match=r"shard='stak' names no module inside the Blocks"):
         cut(Blocks(), ["stak"])
+    mixed = nn.Sequential(
+        nn.Linear(256, 256), nn.ReLU(), nn.Sequential(nn.Linear(256, 256), nn.ReLU()), nn.Linear(4, 4)
+    )
+    assert [name for name, _ in cut(mixed, None)] == ["0", "2.0"]
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 512, batch_first=True), 2)
     assert [name for name, _ in cut(encoder, None)] == ["layers.0", "layers.1"]
 

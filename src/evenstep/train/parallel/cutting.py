@@ -19,9 +19,9 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 def cut(model: nn.Module, asked: Sequence[str] | None) -> list[tuple[str, nn.Module]]:
     """The modules by name, outer ones before those inside them.
 
-    They are those `asked` for (a list stands for its entries), or the blocks: entries of one class, of some size, in a
-    Sequential, or in a ModuleList that its module's code loops over. A module that is not called for every micro-batch
-    must not be among them, and where that cannot be seen, it is not.
+    They are those `asked` for (a list stands for its entries), or the blocks: entries of some size in a Sequential, or
+    in a ModuleList that its module's code loops over. A module that is not called for every micro-batch must not be
+    among them, and where that cannot be seen, it is not.
     """
     chosen = _asked(model, asked) if asked is not None else list(_blocks(model, ""))
     outside = _shared(model, chosen)
@@ -70,13 +70,14 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 def _entries(container: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     children = dict(container.named_children())
     alike = len(children) > 1 and len({type(child) for child in children.values()}) == 1
-    sizes = [sum(p.numel() for p in child.parameters()) for child in children.values()]
-    if alike and not isinstance(next(iter(children.values())), _LISTS) and min(sizes) >= SMALLEST:
-        yield from ((f"{prefix}{name}", child) for name, child in children.items())
-        return
     for name, child in children.items():
-        if not isinstance(child, _LISTS):
-            yield from _blocks(child, f"{prefix}{name}.")
+        if isinstance(child, _LISTS):
+            continue
+        inside = list(_blocks(child, f"{prefix}{name}."))
+        if (alike or not inside) and sum(p.numel() for p in child.parameters()) >= SMALLEST:
+            yield f"{prefix}{name}", child  # the blocks inside one of several alike are no blocks of their own
+        else:
+            yield from inside
 
 
 def _loops_over(kind: type, name: str) -> bool:

@@ -10,6 +10,7 @@ gone (kill -9, Ctrl-C) ends the run on the others with PeerFailed.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,9 @@ from evenstep.train.world import Ground
 
 if TYPE_CHECKING:
     from evenstep.train.step import Work
+
+
+_MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD: larger blocks are mapped one by one
 
 
 class Group:
@@ -93,6 +97,8 @@ class Shards:
             data = dist.new_group(ranks, backend=ground.backend)
             if rank in ranks:
                 self.across = data
+        if ground.device.type == "cpu":
+            _return_freed_memory()
         self.mesh = DeviceMesh.from_group(self.group, ground.device.type, mesh_dim_names=("shard",))
         self.ranks = grid.ranks(replica=self.place_here.replica)
         self.groups: list[Group] = []
@@ -619,6 +625,14 @@ class _Reduce(ReduceScatter):
                 other.fsdp._to_sharded()
         self._shards.order.before("reduce", self._group.index)
         self._shards.exchange(self._group, input_tensor)
+
+
+def _return_freed_memory() -> None:
+    """Has glibc give the memory of freed tensors back: it would keep several times what the shards take, since gathered
+    parameters and gradients come and go all the time. Nothing where there is another allocator."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        set_option(_MMAP_THRESHOLD, 1 << 20)
 
 
 def state_of(module: nn.Module) -> Any:

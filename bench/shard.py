@@ -1,0 +1,129 @@
+"""Sharded training against plain fully_shard. Run by `evenstep run --processes N [--shard] bench/shard.py ...`.
+
+`time`: both sides live in the same processes and take turns, a step each, as in bench/step.py; the plain one reduces
+its gradients at every micro-batch, as fully_shard does by itself. Prints {"ratios": [...], "fastest": ratio}.
+`memory`: prints {"resident": bytes, "peak": bytes, "parameters": bytes} of rank 0 once it has trained some steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench.sides import SHARE, evenstep_side, optimizer_of, start
+from bench.workloads import MLP, Batch, Transformer, Workload, workload
+
+STEPS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["time", "memory"])
+    parser.add_argument("--turns", type=int, default=24)
+    options = parser.parse_args()
+    if options.what == "time":
+        compare(options.turns)
+    else:
+        measure_memory()
+
+
+def compare(turns: int) -> None:
+    small = workload("transformer")
+    work = Workload(lambda: Transformer(depth=4), small.data, small.micro_batch, small.loss_sum, small.samples_weight)
+    run = start(work, int(os.environ["WORLD_SIZE"]))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    ours, theirs = evenstep_side(run, work), plain_side(work)
+
+    def turn(side: Iterator[float], steps: int = 1) -> float:
+        """Seconds for so many steps of one side, until the slower process has done them."""
+        torch.use_deterministic_algorithms(deterministic and side is ours)
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(steps):
+            next(side)
+        dist.barrier()
+        return time.perf_counter() - started
+
+    turn(ours, 2)  # the first steps check and allocate
+    turn(theirs, 2)
+    pairs = []
+    for number in range(turns):
+        if number % 2 == 0:
+            seconds = turn(ours)
+            pairs.append((seconds, turn(theirs)))
+        else:
+            seconds = turn(theirs)
+            pairs.append((turn(ours), seconds))
+    if run.rank == 0:
+        ratios = [a / b for a, b in pairs]
+        fastest = min(a for a, _ in pairs) / min(b for _, b in pairs)
+        print(json.dumps({"ratios": ratios, "fastest": fastest}), flush=True)
+    run.close()
+
+
+def plain_side(work: Workload) -> Generator[float]:
+    """fully_shard by hand, block by block. Yields the loss of each step."""
+    torch.manual_seed(0)
+    model = work.model()
+    assert isinstance(model, Transformer)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = optimizer_of(model)
+    sampler: DistributedSampler[Batch] = DistributedSampler(work.data, drop_last=True)
+    loader = DataLoader(work.data, work.micro_batch, sampler=sampler, drop_last=True)
+    batches: Iterator[Batch] = iter(())
+    epoch = 0
+    while True:
+        total = torch.zeros(())
+        for _ in range(SHARE):
+            batch = next(batches, None)
+            if batch is None:
+                sampler.set_epoch(epoch)
+                epoch += 1
+                batches = iter(loader)
+                batch = next(batches)
+            loss = work.loss_sum(model, batch) / (len(batch[0]) * work.samples_weight * SHARE)
+            loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield float(total) / dist.get_world_size()
+
+
+def measure_memory() -> None:
+    small = workload("mlp")
+    work = Workload(lambda: MLP(depth=6), small.data, small.micro_batch, small.loss_sum, small.samples_weight)
+    parameters = sum(p.numel() * p.element_size() for p in work.model().parameters())
+    run = start(work, int(os.environ["WORLD_SIZE"]))
+    steps = evenstep_side(run, work)
+    next(steps)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here: the model was built whole before
+    for _ in range(STEPS):
+        next(steps)
+    status = Path("/proc/self/status").read_text()
+    resident, peak = (1024 * int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) for name in ("VmRSS", "VmHWM"))  # type: ignore[index]
+    if run.rank == 0:
+        print(json.dumps({"resident": resident, "peak": peak, "parameters": parameters}), flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
