@@ -53,4 +53,8 @@ def test_each_start_is_as_from_a_process_of_its_own(tmp_path: Path) -> None:
     one, two = done.stdout.splitlines()
     assert one.startswith("([0], [\"0 ['script.py', 'word'] None\"")
     assert two.startswith("([0, 1], [\"0 ['script.py', 'word'] None\", \"1 ['script.py', 'word'] None\"")
+    by_hand = [sys.executable, "-c", SCRIPT.splitlines()[5]]
+    said = subprocess.run(by_hand, env={"PYTHONHASHSEED": "5"}, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("{'")
+    assert said.strip() in one
     assert done.stderr == ""  # nothing of it reaches the terminal

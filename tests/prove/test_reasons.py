@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evenstep.prove.parting import Parting, parting
-from evenstep.prove.reasons import of_failure, of_itself, of_layout
+from evenstep.prove.reasons import of_failure, of_itself, of_layout, of_resume
 from evenstep.prove.suspects import loop_at, names_in, suspects
 
 SOURCE = """import os, time
@@ -62,6 +62,20 @@ def test_a_layout_that_differs_from_one_process(where: Parting, name: str) -> No
     assert finding.evidence
     assert finding.what
     assert finding.do
+
+
+def test_what_the_code_at_fault_uses_comes_first(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("def loss_fn(model, batch):\n    return scale * model(batch).sum(), len(batch)\n")
+    lines = [str(file), 1, 2]
+    changed = {"calls": ["3", "4"]}
+    values = {"other": ("1", "2"), "scale": ("1.0", "0.5")}
+    where = Parting("loss", lines=lines, changed=changed, values=values)
+    finding = of_layout("2 processes", 1, where, loaders=False)
+    assert finding.name == "rank"
+    assert finding.evidence[1:] == ("scale is 1.0 on 1 process and 0.5 here",)
+    assert "scale is 1.0 undisturbed and 0.5 resumed" in of_resume("resumed", 3, where).evidence[1]
+    assert of_layout("2 processes", 1, Parting("loss", lines=lines, changed=changed), loaders=False).name == "state"
 
 
 def test_a_failure_that_is_not_known() -> None:

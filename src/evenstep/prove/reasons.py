@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from evenstep.prove.parting import Parting
@@ -180,8 +180,10 @@ def of_itself(layout: str, step: int, where: Parting, *, hashes: bool) -> Findin
 
 def of_resume(layout: str, step: int, where: Parting) -> Finding:
     """The reason why a resumed run differs."""
-    values = [f"before the step, {n} is {a} undisturbed and {b} resumed" for n, (a, b) in where.values.items()]
-    return _finding("unsaved-state", layout, step, where, [_place(where), *values, *_changes(where)])
+    names = sorted(where.values, key=lambda name: not _is_used(where, name))
+    pairs = [(name, *where.values[name]) for name in names]
+    values = [f"before the step, {name} is {a} undisturbed and {b} resumed" for name, a, b in pairs]
+    return _finding("unsaved-state", layout, step, where, [_place(where), *values, *_changes(where.changed)])
 
 
 def of_layout(layout: str, step: int, where: Parting, *, loaders: bool) -> Finding:
@@ -211,35 +213,40 @@ def of_layout(layout: str, step: int, where: Parting, *, loaders: bool) -> Findi
         case "model" | "input" | "loss" | "backward" | "sum":
             name, evidence = _of_computing(where, rank)
     if where.changed and (name == "unknown" or (name == "weights" and where.place == "before")):
-        name, evidence = _of_changes(where)  # what is left to a race, as between threads, is not seen twice
+        name, evidence = _of_changes(where.changed)  # what is left to a race, as between threads, is not seen twice
     if name == "unknown" and not where.exact:
         name = "not-exact"
     return _finding(name, layout, step, where, [_place(where), *evidence])
 
 
 def _of_computing(where: Parting, rank: list[Suspect]) -> tuple[str, list[str]]:
-    used = names_in(where.lines)
-    mine = f"{where.module}."
-    derived = [line for name, line in _values(where).items() if name.startswith(mine) or used & set(name.split("."))]
     if where.module_class is not None and "BatchNorm" in where.module_class:
         return "batch-statistics", []
+    derived = [line for name, line in _values(where).items() if _is_used(where, name)]
     if rank:
         return "rank", [*map(str, rank), *derived]
-    if where.changed and where.place in ("model", "input", "loss"):
-        return _of_changes(where)
-    if derived and where.place in ("model", "input", "loss"):
-        return "rank", derived
-    state = _near(where, "state")
-    if state:
-        return "state", list(map(str, state))
-    if not where.exact:
-        return "not-exact", []
+    if where.place in ("model", "input", "loss"):
+        near = {name: pair for name, pair in where.changed.items() if _is_used(where, name)}
+        if near:
+            return _of_changes(near)
+        if derived:
+            return "rank", derived
+        state = _near(where, "state")
+        if state:
+            return "state", list(map(str, state))
+        if where.changed:
+            return _of_changes(where.changed)
     return "unknown", derived
 
 
-def _of_changes(where: Parting) -> tuple[str, list[str]]:
-    drawn = any(text.startswith(_GENERATORS) for pair in where.changed.values() for text in pair)
-    return "randomness" if drawn else "state", _changes(where)
+def _is_used(where: Parting, name: str) -> bool:
+    """Whether the code at fault uses the variable, or the module that is at fault has the attribute."""
+    return name.startswith(f"{where.module}.") or bool(names_in(where.lines) & set(name.split(".")))
+
+
+def _of_changes(changed: Mapping[str, Sequence[str]]) -> tuple[str, list[str]]:
+    drawn = any(text.startswith(_GENERATORS) for pair in changed.values() for text in pair)
+    return "randomness" if drawn else "state", _changes(changed)
 
 
 def _finding(name: str, layout: str, step: int, where: Parting, evidence: Sequence[str]) -> Finding:
@@ -290,8 +297,8 @@ def _whole(where: Parting) -> list[str] | None:
     return None if file is None else [file[0]]
 
 
-def _changes(where: Parting) -> list[str]:
-    return [f"computing a loss changes {name}: from {a} to {b}" for name, (a, b) in where.changed.items()]
+def _changes(changed: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"computing a loss changes {name}: from {a} to {b}" for name, (a, b) in changed.items()]
 
 
 def _values(where: Parting) -> dict[str, str]:
@@ -299,7 +306,7 @@ def _values(where: Parting) -> dict[str, str]:
 
 
 def _told(where: Parting) -> list[str]:
-    return [*_changes(where), *_values(where).values()]
+    return [*_changes(where.changed), *_values(where).values()]
 
 
 def _some(names: Sequence[str]) -> str:
