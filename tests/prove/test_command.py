@@ -73,6 +73,7 @@ def test_a_difference_ends_with_three_a_failure_with_one(tmp_path: Path) -> None
     result = evenstep(tmp_path, "prove", "--layouts", "2", "a.py")
     assert result.code == 1, result
     assert "failed: ValueError: no data" in result.out
+    assert 'a.py", line 3, in <module>' in result.out
     assert result.out.splitlines()[-1] == "1 process: the script fails, so nothing was compared"
     write_script(tmp_path, begins, "b.py")
     result = evenstep(tmp_path, "prove", "--layouts", "2", "b.py")

@@ -88,7 +88,8 @@ def finding_lines(proof: Proof) -> Iterator[str]:
                 yield from _wrapped(line, "    ")
         for line in finding.evidence:
             yield from _wrapped(f"- {line}", "    ")
-        yield from _wrapped(f"what to do: {finding.do}", "  ")
+        if "what to do:" not in finding.message:  # an error of evenstep's says it itself
+            yield from _wrapped(f"what to do: {finding.do}", "  ")
     if proof.findings:
         yield ""
 

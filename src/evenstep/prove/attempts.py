@@ -57,13 +57,14 @@ class Attempt:
 
     @property
     def message(self) -> str:
-        """What it failed with, for people."""
+        """What it failed with, for people; the first line is the shortest form of it."""
         if self.failure is None:
             return ""
         uncaught = self.failure.uncaught
         if uncaught is not None and uncaught.type != "SystemExit":
-            kind = uncaught.type.removeprefix("evenstep.errors.")
-            return uncaught.message if uncaught.type.startswith("evenstep.") else f"{kind}: {uncaught.message}"
+            if uncaught.type.startswith("evenstep."):
+                return uncaught.message
+            return f"{uncaught.type}: {uncaught.message}\n{uncaught.traceback}"
         rank = self.failure.exit.rank
         lines = self.paths.log(rank).read_text(errors="replace").splitlines()[-_LAST_LINES:]
         return "\n".join([f"rank {rank} {self.failure.exit.describe()}", *lines])
