@@ -136,8 +136,8 @@ class Run:
     ) -> Any:
         """Place a model (or several) for this layout. Returns the same module(s), not a wrapper.
 
-        Call it after `start`, which seeds the generators, and before the optimizer is made. UsageError if parameters
-        or buffers are not the same on every process.
+        Call it after `start`, which seeds the generators, with the model initialised or its weights loaded, and before
+        the optimizer is made. UsageError if parameters or buffers are not the same on every process.
 
         `save="trained"`, for adapters on a large model: checkpoints and model.safetensors hold only the buffers and
         the parameters that require a gradient now. The rest, the base, must be the same when the run is resumed, else

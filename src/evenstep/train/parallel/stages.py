@@ -22,8 +22,9 @@ from evenstep.train.meeting import Meeting, call_site
 from evenstep.train.norm import Folds
 from evenstep.train.options import Asked
 from evenstep.train.parallel import cut as cutting
+from evenstep.train.parallel.flight import Flight
 from evenstep.train.parallel.pipe import ACROSS, DOWN, UP, Message, Pipe
-from evenstep.train.parallel.units import Flight, Units
+from evenstep.train.parallel.units import Units
 from evenstep.train.purity import refuse_strangers
 from evenstep.train.reduce import Named, Reducer
 from evenstep.train.world import Ground

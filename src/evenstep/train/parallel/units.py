@@ -6,7 +6,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -19,6 +18,7 @@ from evenstep.errors import UsageError
 from evenstep.train.batch import map_tensors, tensors
 from evenstep.train.lockstep import HANDED_OVER
 from evenstep.train.parallel.cut import BY_HAND, Cut
+from evenstep.train.parallel.flight import Flight, Slot
 from evenstep.train.parallel.ghost import (
     Ghost,
     blank,
@@ -30,28 +30,6 @@ from evenstep.train.parallel.ghost import (
 )
 from evenstep.train.parallel.pipe import Message
 from evenstep.train.randomness import blocks, kept_generators
-
-
-class Slot:
-    """A received activation, and its gradient once the backward has come there."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-        self.gradient: Tensor | None = None
-
-
-@dataclass
-class Flight:
-    """One micro-batch on its way through this stage."""
-
-    received: Message | None = None
-    slots: list[Slot | None] = field(default_factory=list)  # for each tensor received that wants a gradient
-    entry: int | None = None  # the unit that took what was received
-    called: set[int] = field(default_factory=set)
-    made: dict[str, list[Any]] = field(default_factory=dict)  # unit -> what it returned: structure, shapes and dtypes
-    handed: Message | None = None  # what goes to the next stage
-    outputs: list[Tensor] = field(default_factory=list)  # its tensors; on the last stage the loss
-    recomputing: bool = False  # activation checkpointing runs units again, in the backward
 
 
 class Units:
@@ -251,7 +229,7 @@ class Units:
             wanted = received.said["wanted"]
             flight.slots = [Slot(t) if w else None for t, w in zip(_whole(received.tensors), wanted, strict=True)]
         values = [
-            value if slot is None or not torch.is_grad_enabled() else _arrive(self._anchor, slot)
+            value if slot is None or not torch.is_grad_enabled() else slot.arrive(self._anchor)
             for value, slot in zip(received.tensors, flight.slots, strict=True)
         ]
         first = put_together(received.said["structure"], values)
@@ -323,26 +301,6 @@ class _Unit:
 
 class _NextStage(BaseException):
     """Ends a call of the model where the next stage begins. No `except Exception` stops it."""
-
-
-class _Arrive(torch.autograd.Function):
-    """Where a received activation enters the graph of this stage. Unlike a leaf it may be changed in place."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, slot: Slot) -> Tensor:
-        ctx.slot = slot
-        return slot.value
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        have = ctx.slot.gradient
-        ctx.slot.gradient = gradient if have is None else have + gradient
-        return None, None
-
-
-def _arrive(anchor: Tensor, slot: Slot) -> Tensor:
-    arrived: Tensor = _Arrive.apply(anchor, slot)  # type: ignore[no-untyped-call]
-    return arrived
 
 
 class _Watch(TorchFunctionMode):
