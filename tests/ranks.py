@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import selectors
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
 
 import pytest
+import torch._inductor  # noqa: F401  # use_deterministic_algorithms imports it, for seconds: once, before the forks
 
 T = TypeVar("T")
 
@@ -147,6 +149,7 @@ def _child(
     fn: Callable[..., object], args: tuple[object, ...], env: Mapping[str, str | None], send: int, out: int
 ) -> int:
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    gc.freeze()  # what pytest holds need not be looked through at every collection, nor copied for that
     _own_group(0)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
