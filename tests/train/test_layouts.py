@@ -33,7 +33,7 @@ REFUSED = {
 }
 REFUSED_OF_ONE = {
     # Its branch is added to what goes around it, and the second cut lies between.
-    ("3 stages", "encoder"): "an argument of second depends on the output of first, which lies on another stage",
+    ("3 stages", "encoder"): "an argument of second depends on the output of first",
 }
 OFFERED = [layout for layout in LAYOUTS if layout not in REFUSED]
 
