@@ -25,7 +25,7 @@ def refused(result: Result, *says: str, code: int = 2) -> None:
         assert words in result.err
 
 
-@pytest.mark.parametrize("words", [("--help",), ("--version",), ("run", "--help")])
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ("run", "--help"), ("prove", "--help")])
 def test_help_and_version_are_quick_and_import_no_torch(tmp_path: Path, words: tuple[str, ...]) -> None:
     times = []
     for _ in range(5):
