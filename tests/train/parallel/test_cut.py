@@ -80,3 +80,11 @@ def test_a_compiled_model_is_refused() -> None:
     model[1].compile(backend="eager")
     with pytest.raises(UsageError, match="1 is compiled"):
         cut(model, 2, NOTHING)
+
+
+def test_a_model_in_use_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    loss = model(torch.randn(1, 2)).sum()
+    with pytest.raises(UsageError, match=r"1\.weight cannot be taken out of memory"):
+        place(model, cut(model, 2, NOTHING), 0, CPU)
+    assert loss.requires_grad

@@ -155,6 +155,17 @@ class Noise(Four):
         return self.d(h * torch.rand(8)) + noise[:4]
 
 
+class Recurrent(Four):
+    """Modules that refer to their weights by themselves, and return tuples."""
+
+    def change(self) -> None:
+        self.b, self.c = nn.LSTM(8, 8, batch_first=True), nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        h, _ = self.b(self.a(x)[:, None].expand(-1, 3, -1))
+        return self.d(self.c(h)[0][:, -1])
+
+
 class Borrowed(Four):
     """A weight of a unit is used outside it, where the unit itself lies."""
 
@@ -266,6 +277,7 @@ EQUAL = {
     "nests": Case(Nests),
     "shapes": Case(Shapes),
     "noise": Case(Noise),
+    "recurrent": Case(Recurrent),
     "borrowed": Case(Borrowed),
     "tied": Case(Tied),
     "tied, autocast": Case(Tied, autocast),

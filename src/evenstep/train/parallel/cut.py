@@ -97,6 +97,9 @@ def place(model: nn.Module, cut: Cut, stage: int, device: torch.device) -> dict[
     mine = {id(module) for k in cut.parts[stage] for module in cut.units[k][1].modules()}
     others = {id(module) for _, unit in cut.units for module in unit.modules()} - mine
     names = {id(p): name for name, p in cut.parameters}
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []  # a tensor that something refers to weakly cannot be swapped
     done: set[int] = set()
     elsewhere: dict[int, str] = {}
     for prefix, module in model.named_modules():
@@ -107,8 +110,7 @@ def place(model: nn.Module, cut: Cut, stage: int, device: torch.device) -> dict[
             if stage in cut.holders[id(p)]:
                 p.data = p.data.to(device)
             else:
-                empty = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-                torch.utils.swap_tensors(p, empty)
+                _empty(p, names[id(p)])
                 elsewhere[id(p)] = names[id(p)]
         for name, buffer in module._buffers.items():
             if buffer is None or id(buffer) in done:
@@ -118,7 +120,20 @@ def place(model: nn.Module, cut: Cut, stage: int, device: torch.device) -> dict[
             done.add(id(moved))
             if id(module) in others:
                 elsewhere[id(moved)] = f"{prefix}.{name}".lstrip(".")
+    for module in recurrent:
+        module._init_flat_weights()
     return elsewhere
+
+
+def _empty(p: nn.Parameter, name: str) -> None:
+    """Makes a meta tensor of a parameter, which stays the same object."""
+    try:
+        torch.utils.swap_tensors(p, nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad))
+    except RuntimeError as error:
+        raise UsageError(
+            f"{name} cannot be taken out of memory on a stage that does not have it: {error}",
+            do="prepare the model before anything is computed with it, or other objects refer to its parameters",
+        ) from error
 
 
 def _has_state(unit: nn.Module) -> bool:
