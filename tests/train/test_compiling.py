@@ -51,7 +51,7 @@ def train(
     **more: Any,
 ) -> list[str]:
     """`before`, `after`: what is done to the model before and after it is prepared."""
-    given = {"global_batch": 8, "checkpoint_every": CHECKPOINT, "keep": STEPS, **options, **more}
+    given = {"global_batch": 12, "micro_batch": 3, "checkpoint_every": CHECKPOINT, "keep": STEPS, **options, **more}
     with training_run(directory, **given) as run:
         model = Net()
         if before is not None:
@@ -60,7 +60,7 @@ def train(
         if after is not None:
             after(model)
         optimizer = adamw(model.parameters())
-        steps = run.steps(Pictures(13), steps=STEPS)  # every second step is ragged
+        steps = run.steps(Pictures(17), steps=STEPS)  # every second step is ragged
         run.restore(model=model, optimizer=optimizer)
         for step in steps:
             step.backward(classification)
@@ -154,7 +154,7 @@ def test_each_shape_is_compiled_for_itself(tmp_path: Path) -> None:
 
         before, seen = settings(), list[Any]()
         train(tmp_path / "run", {}, before=lambda model: model.compile(backend=backend))
-        assert seen == [(2, 1, 8, 8), (1, 1, 8, 8)], "nor is anything compiled for the checks of the first step"
+        assert seen == [(3, 1, 8, 8), (2, 1, 8, 8)], "nor is anything compiled for the checks of the first step"
         assert settings() == before
         compiling._SHAPES = config.recompile_limit = 1
         with pytest.raises(UsageError, match="more than 1 shapes"):
