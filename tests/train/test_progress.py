@@ -55,6 +55,18 @@ def test_the_plan_says_where() -> None:
     assert plan_lines(schedule, 1, device="cpu")[1] == "1 process on cpu computes all of them"
 
 
+def test_the_plan_of_pipelines() -> None:
+    def line(world_size: int, global_batch: int) -> str:
+        return plan_lines(Schedule(1000, global_batch, 32, epochs=3), world_size, stages=2)[1]
+
+    waiting = "stages wait for {} % of a step, while it fills and empties"
+    assert line(2, 256) == f"1 pipeline of 2 stages: it computes all 8 micro-batches; {waiting.format(11)}"
+    assert line(4, 256) == f"2 pipelines of 2 stages: each computes 4 micro-batches; {waiting.format(20)}"
+    assert line(4, 224) == (
+        "2 pipelines of 2 stages: pipeline 0 computes 4, pipeline 1 computes 3; 12 % idle; " + waiting.format(20)
+    )
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0

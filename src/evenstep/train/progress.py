@@ -68,6 +68,9 @@ def plan_lines(
         said[-1] += f"; {_percent(idle)} idle" + (f" (none with {_either(none_idle)} {noun})" if none_idle else "")
     elif stages == 1:
         said[-1] += "; none is idle"
+    if stages > 1:
+        waiting = (stages - 1) / (max(shares) + stages - 1)
+        said[-1] += f"; stages wait for {_percent(waiting)} of a step, while it fills and empties"
     what = f"{world_size} processes" if stages == 1 else _count(workers, "pipeline") + f" of {stages} stages"
     return [*lines, f"{what}{where}: {', '.join(said)}"]
 
