@@ -20,15 +20,19 @@ ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
     optim.RMSprop, optim.ASGD,
 )  # fmt: skip
+# And of these on the whole parameter, but on no other one.
+BY_PARAMETER = (*ELEMENTWISE, optim.Adafactor, optim.Rprop, optim.SparseAdam, optim.Muon)
 
 
 class OptimizerWatch:
     """Hooks that torch calls around every optimizer's step, from `begin` to `end`.
 
-    `elementwise`: parameters are cut, so only optimizers that update each element by itself are let through."""
+    `elementwise`: parameters are cut, so only optimizers that update each element by itself are let through.
+    `by_parameter`: processes have different ones, so only those are that update each parameter by itself."""
 
-    def __init__(self, models: Models, saved: Saved, *, elementwise: bool = False) -> None:
-        self._models, self._saved, self._elementwise = models, saved, elementwise
+    def __init__(self, models: Models, saved: Saved, *, elementwise: bool = False, by_parameter: bool = False) -> None:
+        self._models, self._saved = models, saved
+        self._elementwise, self._by_parameter = elementwise, by_parameter
         self._restored = False
         self._known: dict[int, tuple[Optimizer, int]] = {}  # by id; with how many parameters it was looked at
         self._handles: list[Any] = []
@@ -63,6 +67,12 @@ class OptimizerWatch:
             )
         if trains and self._elementwise:
             refuse_whole_tensors(optimizer)
+        if trains and self._by_parameter and type(optimizer) not in BY_PARAMETER:
+            known = ", ".join(kind.__name__ for kind in BY_PARAMETER)
+            raise UsageError(
+                f"{name} with --stages: an update of its may need parameters that lie on other stages",
+                do=f"use one of torch.optim's {known}, or run without --stages",
+            )
         if trains:
             refuse_scaler(sys._getframe(1))
         self._known[id(optimizer)] = optimizer, size

@@ -90,8 +90,9 @@ class Run:
         self._failure: str | None = None  # why it could not be written; where one process writes alone, it alone knows
         self._fingerprint: tuple[int, str] | None = None  # the newest one, and after which step
         self._sharded = self._layout.grid.shards > 1
-        self._optimizers = OptimizerWatch(self._models, self._saved, elementwise=self._sharded)
-        cut = self._sharded or self._layout.grid.stages > 1
+        in_stages = self._layout.grid.stages > 1
+        self._optimizers = OptimizerWatch(self._models, self._saved, elementwise=self._sharded, by_parameter=in_stages)
+        cut = self._sharded or in_stages
         self._allow_norms = refuse_torch_norms(self._has_gradients) if cut else lambda: None
         self._stopping = Stopping(self._ask_to_stop)
         atexit.register(self._at_exit)

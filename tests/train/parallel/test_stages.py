@@ -549,8 +549,11 @@ def test_what_cannot_be_prepared_or_called_is_refused(tmp_path: Path) -> None:
             assert here == (
                 {"a.weight", "a.bias"} if run.rank == 0 else {f"{m}.{p}" for m in "bcd" for p in ("weight", "bias")}
             )
-            model.extra = nn.Linear(2, 2)
             for step in run.steps(Rows(), steps=1):
+                step.backward(cross_entropy)
+                with pytest.raises(UsageError, match="LBFGS with --stages: an update of its may need parameters"):
+                    torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+                model.extra = nn.Linear(2, 2)
                 with pytest.raises(UsageError, match="weight came into the model after it was cut"):
                     step.backward(cross_entropy)
 
