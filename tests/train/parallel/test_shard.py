@@ -482,9 +482,21 @@ class Blocks(nn.Module):
         self.inner = nn.ModuleDict({"a": nn.Linear(width, width)})
         self.stack = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
         self.small = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.now_and_then = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+        self.skipped = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.looped[:3]:
+            if self.training:
+                x = layer(x)
+            else:
+                x = layer(x)
+                x = x.float()
+        if len(x) > 3:
+            x = self.now_and_then(x)
+        for layer in self.skipped:
+            if x.sum() > 0:
+                continue
             x = layer(x)
         x = self.one_at_a_time[int(x.sum())](x)
         result: Tensor = self.stack(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
@@ -63,7 +63,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(child, nn.ModuleList):
             if _loops_over(type(module), name):
                 yield from _entries(child, f"{prefix}{name}.")
-        elif not isinstance(child, nn.ModuleDict):
+        elif not isinstance(child, nn.ModuleDict) and not _only_sometimes(type(module), name):
             yield from _blocks(child, f"{prefix}{name}.")
 
 
@@ -81,19 +81,60 @@ def _entries(container: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module
 
 
 def _loops_over(kind: type, name: str) -> bool:
-    """Whether the code of a class has a loop over `self.NAME`. False where its source is not to be had."""
+    """Whether a method of the class loops over `self.NAME` and uses every entry. False where it has no source."""
+
+    def loops(node: ast.AST) -> bool:
+        if isinstance(node, ast.comprehension):
+            return any(_is_own(inner, name) for inner in ast.walk(node.iter))
+        if not isinstance(node, ast.For) or not any(_is_own(inner, name) for inner in ast.walk(node.iter)):
+            return False
+        entries = {inner.id for inner in ast.walk(node.target) if isinstance(inner, ast.Name)}
+        return _always(node.body, lambda n: isinstance(n, ast.Name) and n.id in entries)
+
+    return any(_always(body, loops) for body in _methods(kind))
+
+
+def _only_sometimes(kind: type, name: str) -> bool:
+    """Whether the methods of the class use `self.NAME` under conditions alone."""
+    bodies = [body for body in _methods(kind) if any(_is_own(node, name) for line in body for node in ast.walk(line))]
+    return bool(bodies) and not any(_always(body, lambda node: _is_own(node, name)) for body in bodies)
+
+
+def _is_own(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == name
+
+
+def _always(lines: Sequence[ast.stmt], wanted: Callable[[ast.AST], bool]) -> bool:
+    """Whether code that runs in any case has such a node."""
+    for line in lines:
+        inside = getattr(line, "body", None)
+        if wanted(line):
+            return True
+        if isinstance(line, ast.If):
+            if any(map(wanted, ast.walk(line.test))) or (_always(line.body, wanted) and _always(line.orelse, wanted)):
+                return True
+            if any(isinstance(node, (ast.Continue, ast.Break)) for node in ast.walk(line)):
+                return False  # what follows is left out now and then
+        elif isinstance(inside, list):
+            if _always(inside, wanted):
+                return True
+        elif any(map(wanted, ast.walk(line))):
+            return True
+    return False
+
+
+def _methods(kind: type) -> Iterator[list[ast.stmt]]:
+    """The code of each method but __init__, of the class and those it is made from."""
     for base in kind.__mro__:
-        if base.__module__.startswith("torch.nn.modules.module"):
-            break
+        if base is nn.Module:
+            return
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
         except (OSError, TypeError, SyntaxError):
             continue
-        loops = [node.iter for node in ast.walk(tree) if isinstance(node, (ast.For, ast.comprehension))]
-        for inner in (inner for loop in loops for inner in ast.walk(loop)):
-            if isinstance(inner, ast.Attribute) and inner.attr == name:
-                return True
-    return False
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name != "__init__":
+                yield node.body
 
 
 def _shared(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]]) -> list[str]:
