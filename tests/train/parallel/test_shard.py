@@ -121,19 +121,32 @@ def test_the_bits_of_one_process(tmp_path: Path) -> None:
                 assert found[kind] == alone[kind], f"{kind}, rank {rank} of {world}, {replicas} replicas"
 
 
+class Block(nn.Module):
+    """Of two layers a call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, other: bool = False) -> Tensor:
+        result: Tensor = self.dropout(torch.tanh((self.other if other else self.one)(x)))
+        return result
+
+
 class Odd(nn.Module):
     """Blocks that are computed again in the backward pass, and parts that only methods use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(64, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Tanh()) for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.last = nn.Linear(16, 10)
 
-    def forward(self, images: Tensor, again: bool = False) -> Tensor:
+    def forward(self, images: Tensor, again: bool = False, other: bool = False) -> Tensor:
         x = self.first(images.flatten(1))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+            x = checkpoint(block, x, other, use_reentrant=False) if again else block(x, other)
         result: Tensor = self.last(x)
         return result
 
@@ -148,7 +161,7 @@ def cross_entropy(out: Tensor, labels: Tensor) -> Tensor:
 
 def twice(model: nn.Module, batch: Any) -> Any:
     images, labels = batch
-    return cross_entropy(model(images), labels) + cross_entropy(model(images * 0.5), labels), len(labels)
+    return cross_entropy(model(images), labels) + cross_entropy(model(images * 0.5, other=True), labels), len(labels)
 
 
 def recomputed(model: nn.Module, batch: Any) -> Any:
@@ -204,6 +217,22 @@ def test_losses_of_every_form(world: int, replicas: int, batch: int, tmp_path: P
     several = run_ranks(lambda: awkward(tmp_path / "several", global_batch=batch, shard=True, replicas=replicas), world)
     for rank, found in enumerate(several):
         assert found == alone, rank
+
+
+def test_without_exactness_equal_to_rounding(tmp_path: Path) -> None:
+    def gradients(directory: Path, **options: Any) -> list[Tensor]:
+        with begin(directory, **options) as run:
+            model = run.prepare(Odd(), shard=["blocks"])
+            for step in run.steps(Pictures(14), steps=1):
+                step.backward(twice)
+            return [whole(p.grad) for p in model.parameters() if p.grad is not None]
+
+    alone = gradients(tmp_path / "alone")
+    several = run_ranks(
+        lambda: gradients(tmp_path / "several", exact=False, shard=True, replicas=2), 4
+    )  # 7 micro-batches
+    for found in several:
+        torch.testing.assert_close(found, alone)
 
 
 class Failing(torch.autograd.Function):
