@@ -105,6 +105,7 @@ def train(kind: str, directory: Path, **options: Any) -> list[tuple[str, float]]
     return found
 
 
+@pytest.mark.slow
 def test_the_bits_of_one_process(tmp_path: Path) -> None:
     """The last step has 1 micro-batch: fewer than shards, and than replicas."""
     kinds = list(CUTS)
