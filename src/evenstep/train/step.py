@@ -296,6 +296,8 @@ class Work:
     def run(self) -> None:
         """Computes the gradients; nothing else is changed."""
         step, layout = self.step, self.step._layout
+        if layout.grid.stages > 1:  # stages wait for each other: all must have come
+            step._meeting.exchange("step.backward", signature=f"step {step.number}, call {self.call}", site=self.site)
         mine = step._models.modules(self.models)
         refuse_statistics(mine.items())
         layout.statistics.watch(step._models.modules().items())

@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from evenstep.errors import PeerFailed, UsageError
+from evenstep.errors import MismatchError, PeerFailed, UsageError
+from evenstep.train.run import Run
+from evenstep.train.step import Step
 from tests.ranks import RanksFailed, run_ranks
 from tests.train.scripts import Sentences, adamw, fingerprints, padded, training_run
 
@@ -657,6 +659,48 @@ def test_the_others_end_when_a_stage_is_killed(tmp_path: Path) -> None:
     assert "rank 1 was ended by SIGKILL" in story
     assert "PeerFailed: rank 0 lost contact with another process" in story
     assert "PeerFailed: rank 2 lost contact with another process" in story
+
+
+def test_a_stage_that_goes_another_way_is_told(tmp_path: Path) -> None:
+    """Each would wait for the other for ever."""
+
+    def leave(run: Run, step: Step) -> None:
+        if run.rank == 0:
+            run.barrier()
+        step.backward(cross_entropy)
+
+    def evaluate(run: Run, step: Step) -> None:
+        if run.rank == 1:
+            run.predict(Rows(), lambda model, batch: model(batch[0]))
+        step.backward(cross_entropy)
+
+    def leave_in_a_loss(run: Run, step: Step) -> None:
+        def loss_fn(model: nn.Module, batch: Any) -> Any:
+            if run.rank == 1 and model.training:
+                raise SystemExit
+            return cross_entropy(model, batch)
+
+        try:
+            step.backward(loss_fn)
+        except SystemExit:
+            run.barrier()
+
+    def body() -> list[str]:
+        said = []
+        for go in (leave, evaluate, leave_in_a_loss):
+            with training_run(tmp_path / go.__name__, global_batch=4, stages=2) as run:
+                run.prepare(Four())
+                for step in run.steps(Rows(), steps=1):
+                    try:
+                        go(run, step)
+                    except MismatchError as error:
+                        said.append(str(error))
+        return said
+
+    for said in in_one_group(body, 2, timeout=10):
+        assert ["step.backward" in text for text in said] == [True] * 3
+        assert ["barrier" in text for text in said] == [True, False, True]
+        assert "predict" in said[1]
 
 
 def test_an_evaluation_that_fails_on_a_stage_ends_on_all(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ class _Passage:
         self.pipe, self.units = stages.pipe, stages.units
         self.flying: deque[Flight] = deque()
         self.failed = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         cut, stage = self.units.cut, stages.stage
         self.shared = [(p, cut.holders[id(p)], id(p) in cut.loose) for p in cut.shared(stage)]
         self.done = 0
@@ -263,7 +263,7 @@ class _Passage:
             return
         try:
             do()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.error, self.failed = error, True
 
     def _or_failed(self, message: Message | None) -> Message:
