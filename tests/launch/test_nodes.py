@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from evenstep.record.events import read_events
 from tests.hosts import Command, Hosts, hosts, needs_hosts
-from tests.launch.launching import evenstep, eventually, write_script
+from tests.launch.launching import command, evenstep, eventually, write_script
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ def start(
     made: Hosts, folder: Path, node: int, *words: object, count: int = 2, processes: int = 1, token: str = "a secret"
 ) -> Command:
     return made.start(
-        node + 1, "evenstep", "run", "--nodes", count, "--node-rank", node, "--master-addr", made.address(1),
+        node + 1, *command("run"), "--nodes", count, "--node-rank", node, "--master-addr", made.address(1),
         "--master-port", 1234, "--processes", processes, *words, folder=folder, env={"EVENSTEP_TOKEN": token},
     )  # fmt: skip
 
@@ -83,12 +84,12 @@ def test_a_mistake_is_named_on_every_node(
     write_script(tmp_path, SCRIPT)
     commands = [
         two.start(
-            node + 1, "evenstep", "run", *options, "--master-addr", two.address(1), "--master-port", 1234,
+            node + 1, *command("run"), *options, "--master-addr", two.address(1), "--master-port", 1234,
             "--run", f"run{node}", "script.py", 50, 0.05, folder=tmp_path, env={"EVENSTEP_TOKEN": "a secret"},
         )
         for node, options in enumerate((first, second))
     ]  # fmt: skip
-    results = [command.wait() for command in commands]
+    results = [one.wait() for one in commands]
     if second[-1] == 0:  # it cannot listen at the other host's address
         assert "10.77.0.11 is not an address of this host" in results.pop().err
     for result in results:
@@ -101,8 +102,8 @@ def test_scripts_that_differ(two: Hosts, tmp_path: Path) -> None:
     for folder in folders:
         write_script(folder, SCRIPT + ("\n    print(1)" if folder == folders[1] else ""))
     commands = [start(two, folder, node, "script.py", 1, 0) for node, folder in enumerate(folders)]
-    for command in commands:
-        result = command.wait()
+    for one in commands:
+        result = one.wait()
         assert result.code == 2
         assert "the script differs" in result.err
         assert "host1 (node 0)" in result.err
@@ -121,7 +122,7 @@ def test_a_wrong_token_and_strangers_are_turned_away(two: Hosts, tmp_path: Path)
         f"s = socket.create_connection(('{two.address(1)}', 1234))\n"
         "try:\n    for _ in range(160): s.sendall(os.urandom(1 << 16))\nexcept OSError: pass\n"
     )
-    assert two.start(2, "python", "-c", noise, folder=tmp_path).wait().code == 0
+    assert two.start(2, sys.executable, "-c", noise, folder=tmp_path).wait().code == 0
     second = start(two, tmp_path, 1, "--run", "run1", "script.py", 2, 0)
     done, other = first.wait(), second.wait()
     assert (done.code, other.code) == (0, 0), (done, other)
@@ -174,7 +175,7 @@ def test_a_flap_of_two_seconds_ends_nothing(two: Hosts, tmp_path: Path) -> None:
     two.cut(2)
     time.sleep(2.0)  # what is tested is this very time
     two.join(2)
-    first, second = (command.wait() for command in commands)
+    first, second = (one.wait() for one in commands)
     assert (first.code, second.code) == (0, 0), (first, second)
     assert first.out.splitlines()[-1] == alone.out.splitlines()[-1]
 
@@ -198,7 +199,7 @@ def test_stopping_one_node_stops_all_after_a_checkpoint(two: Hosts, tmp_path: Pa
     commands = [start(two, tmp_path, node, "--run", f"run{node}", "script.py", 1000, 0.02) for node in (0, 1)]
     assert eventually(lambda: steps_done(tmp_path) > 8)
     kill(two.find(2, "evenstep run", "--node-rank 1")[-1:], signal.SIGTERM)
-    first, second = (command.wait() for command in commands)
+    first, second = (one.wait() for one in commands)
     assert (first.code, second.code) == (143, 143), (first, second)
     assert "stopped by SIGTERM at the end of step" in first.err
     assert "to go on from step" in first.err
