@@ -24,6 +24,7 @@ class Models:
         self._meeting, self._randomness, self._place = meeting, randomness, place
         self.kinds: list[str] = []  # their classes, before placing: fully_shard changes them
         self._base: dict[int, frozenset[str]] = {}  # of a model that saves what trains: the parameters it does not
+        self._placed: dict[str, int] = {}  # how often each parameter had been written when its model was placed
         self._known: dict[int, tuple[nn.Parameter, ...]] = {}
         self._inner: dict[int, list[tuple[str, nn.Parameter]]] = {}
 
@@ -62,7 +63,21 @@ class Models:
         if save == "trained":
             self._base[id(model)] = frozen
         self.all.append(model)
+        number = len(self.all) - 1
+        self._placed.update((f"{number}.{name}", p._version) for name, p in model.named_parameters())
         return model
+
+    def refuse_changes(self) -> None:
+        """UsageError where parameters were written since `prepare`, before training. For models that are cut: a random
+        initialisation of a part draws other numbers than one of the whole."""
+        now = {f"{k}.{name}": p for k, model in enumerate(self.all) for name, p in model.named_parameters()}
+        changed = [name for name, writes in self._placed.items() if name in now and now[name]._version != writes]
+        if changed:
+            raise UsageError(
+                f"{changed[0].partition('.')[2]} was changed after run.prepare, and this process has a part of the "
+                "model only: it would begin with other weights than on one process",
+                do="initialise and load the weights before run.prepare (run.restore goes on from a checkpoint)",
+            )
 
     def saves_all(self, model: nn.Module) -> bool:
         """Whether a checkpoint holds all of the model, not only what trains."""

@@ -236,6 +236,7 @@ class Run:
                 do="call it once, before the loop",
             )
         self._saved.take(things)
+        self._refuse_changes()
         if self.rank == 0:
             self._checkpoints.clean_up()
         about, damaged = self._saved.load_newest()
@@ -363,12 +364,17 @@ class Run:
 
     # ---- the loop's hooks
 
+    def _refuse_changes(self) -> None:
+        if self._layout.grid.shards > 1 or self._layout.grid.stages > 1:
+            self._models.refuse_changes()
+
     def _begin_loop(self, schedule: Schedule, order: Order) -> int:
         if not self._models.all:
             raise UsageError("no model was prepared", do="model = run.prepare(Net()) before the loop")
         if self._restored:
             self._saved.check()
         else:
+            self._refuse_changes()
             if self._checkpoints.steps():
                 raise UsageError(
                     f"{self.directory} holds a checkpoint, and the script does not call run.restore",
