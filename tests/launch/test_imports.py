@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evenstep.launch.imports import scan_module, scan_script
+from evenstep.launch.imports import is_foreign, scan_module, scan_script
 from tests.launch.launching import write_script
 
 
@@ -79,6 +79,12 @@ def test_uses_evenstep_anywhere(tmp_path: Path) -> None:
         ("from . import evenstep", True),
     ]:
         assert scan_script(write_script(tmp_path, text)).uses_evenstep is uses, text
+
+
+def test_a_file_that_is_not_python_is_not_said_to_be_foreign(tmp_path: Path) -> None:
+    write_script(tmp_path, "def f(:", "near.py")
+    for text, foreign in [("def f(:", False), ("import near", False), ("import torch", True)]:
+        assert is_foreign(scan_script(write_script(tmp_path, text))) is foreign, text
 
 
 def test_module_and_directory(tmp_path: Path) -> None:

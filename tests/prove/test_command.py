@@ -117,6 +117,14 @@ def test_a_script_without_evenstep_is_refused(tmp_path: Path) -> None:
     assert "--tolerance" in result.err
 
 
+def test_a_script_that_is_not_python_fails_with_its_error(tmp_path: Path) -> None:
+    result = evenstep(tmp_path, "prove", write_script(tmp_path, "import evenstep\ndef f(:\n"))
+    assert result.code == 1, result
+    assert "failed: SyntaxError: invalid syntax" in result.out
+    assert "    def f(:" in result.out
+    assert "does not use evenstep" not in result.out + result.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:

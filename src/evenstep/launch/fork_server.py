@@ -77,7 +77,7 @@ def main(bare: Collection[str], role: str, *numbers: str) -> None:
 def _prepare(job: Job, emit: Callable[..., None], job_descriptor: int, events: int) -> None:
     """Look at the script, refuse what cannot work, and import; or become a server that starts processes plainly."""
     found = _scan(job)
-    if not found.uses_evenstep:
+    if imports.is_foreign(found):
         emit("foreign")
     if job.backend not in (None, "auto"):
         refusal = _refuse_backend(str(job.backend), job.processes)
@@ -170,7 +170,7 @@ def _serve_servers(job: Job, bare: Collection[str], given: Mapping[str, str], en
     plain = preload(_names(found))
     since = _set_since(given)
     asked = socket.socket(fileno=end)
-    asked.send(json.dumps({"foreign": not found.uses_evenstep, "plain": plain}).encode())
+    asked.send(json.dumps({"foreign": imports.is_foreign(found), "plain": plain}).encode())
     while True:
         said, descriptors, _, _ = socket.recv_fds(asked, 1 << 16, 250)
         if not said:

@@ -23,6 +23,7 @@ class Imports:
 
     installed: tuple[str, ...]  # dotted names under site-packages, imported whenever the script runs, in order
     uses_evenstep: bool  # anywhere, also inside functions
+    readable: bool = True  # False: some file is not Python, so nobody knows what it asks for
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def scan_module(name: str, cwd: Path) -> Imports:
 
 def _scan(sources: list[_Source], search: list[str]) -> Imports:
     installed: dict[str, None] = {}
-    uses_evenstep = False
+    uses_evenstep, readable = False, True
     seen: set[Path] = set()
     queue = list(sources)
     while queue:
@@ -60,7 +61,11 @@ def _scan(sources: list[_Source], search: list[str]) -> Imports:
         if source.path in seen:
             continue
         seen.add(source.path)
-        for found in _imports(source):
+        tree = _parse(source.path)
+        if tree is None:
+            readable = False
+            continue
+        for found in _walk(tree.body, source.package, always=True):
             top = found.name.partition(".")[0]
             if top == "evenstep":
                 uses_evenstep = True
@@ -74,15 +79,20 @@ def _scan(sources: list[_Source], search: list[str]) -> Imports:
                     installed[found.name] = None
             elif not _is_standard(spec):
                 queue.extend(_own_sources(found.name, search))
-    return Imports(tuple(installed), uses_evenstep)
+    return Imports(tuple(installed), uses_evenstep, readable)
 
 
-def _imports(source: _Source) -> Iterator[_Found]:
+def _parse(path: Path) -> ast.Module | None:
+    """None for what cannot be read: the script itself will say so when it runs."""
     try:
-        tree = ast.parse(source.path.read_bytes())
+        return ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return  # the script itself will say so when it runs
-    yield from _walk(tree.body, source.package, always=True)
+        return None
+
+
+def is_foreign(found: Imports) -> bool:
+    """Whether the script does not use evenstep, as far as can be seen."""
+    return found.readable and not found.uses_evenstep
 
 
 def _walk(body: list[ast.stmt], package: str, *, always: bool) -> Iterator[_Found]:

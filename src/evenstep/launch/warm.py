@@ -67,7 +67,7 @@ class Warm:
         return None if said["plain"] is None else str(said["plain"])
 
     def is_foreign(self) -> bool:
-        """Whether the script does not import evenstep."""
+        """Whether the script does not import evenstep. False where it is not Python: its start says what is wrong."""
         return bool(self._hello()["foreign"])
 
     def start(self, job: int, events: int, outputs: Sequence[int], held: Sequence[int]) -> Server:
