@@ -33,8 +33,9 @@ lint: $(STAMP)
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
 
+# Two at a time: most tests wait for processes that they have started. A file's tests stay together.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow'
