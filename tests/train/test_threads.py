@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextvars
 import random
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -230,6 +231,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
         model = run.prepare(Branches())
         loop = iter(run.steps(numbers(), steps=1, shuffle=False))
         step = next(loop)
+        signal.raise_signal(signal.SIGINT)  # the first one asks to finish the step, the second does not wait
         with pytest.raises(KeyboardInterrupt):
             step.backward(loss_fn)
         assert threading.active_count() == before

@@ -85,7 +85,7 @@ def finding_lines(proof: Proof) -> Iterator[str]:
             yield from _wrapped(_where(finding), "    ")
         if finding.message:
             for line in finding.message.splitlines():
-                yield from _wrapped(line, "    ")
+                yield f"    {line}"  # a traceback's lines stay whole
         for line in finding.evidence:
             yield from _wrapped(f"- {line}", "    ")
         if "what to do:" not in finding.message:  # an error of evenstep's says it itself
