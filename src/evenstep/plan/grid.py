@@ -31,6 +31,12 @@ class Grid:
         """How many copies of the model there are."""
         return self.processes // (self.stages * self.shards)
 
+    @property
+    def some_wait(self) -> bool:
+        """Whether in a pass of the model some processes wait for each other without all being there: a stage for the
+        next one, the shards of one replica. So all must have come to it before."""
+        return self.stages > 1 or (self.shards > 1 and self.replicas > 1)
+
     def place(self, rank: int) -> Place:
         """Where `rank` stands."""
         rest, shard = divmod(rank, self.shards)

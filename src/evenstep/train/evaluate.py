@@ -199,8 +199,8 @@ class _Passes:
     ) -> None:
         """Hands to `take` what `fn` returns for each micro-batch."""
         lockstep = self.lockstep or Alone(self.meeting.rank)
-        if self.grid.stages > 1:  # stages wait for each other: all must have come
-            self.meeting.exchange(self.kind, signature=f"{self.micro_batches} micro-batches")
+        if len(lockstep.ranks) > 1:  # all must have come before some wait for each other
+            self.meeting.exchange(f"{self.kind}, its beginning", signature=f"{self.micro_batches} micro-batches")
 
         def compute() -> None:
             m, batch = next(reader)

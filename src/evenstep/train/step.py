@@ -296,8 +296,6 @@ class Work:
     def run(self) -> None:
         """Computes the gradients; nothing else is changed."""
         step, layout = self.step, self.step._layout
-        if layout.grid.stages > 1:  # stages wait for each other: all must have come
-            step._meeting.exchange("step.backward", signature=f"step {step.number}, call {self.call}", site=self.site)
         mine = step._models.modules(self.models)
         refuse_statistics(mine.items())
         layout.statistics.watch(step._models.modules().items())
@@ -308,6 +306,9 @@ class Work:
                 do="unfreeze a parameter, or leave step.backward out",
             )
         layout.reducer.watch(layout.own(step._models.parameters()))
+        if layout.grid.some_wait:
+            signature = f"step {step.number}, call {self.call}"
+            step._meeting.exchange("step.backward, its beginning", signature=signature, site=self.site)
         self.untouched = Untouched(dict(named), lambda: buffers(step._models.named(self.models)), mine)
         self.trained = _digest([name for name, p in named if p.requires_grad])
         self.reduction = layout.reducer.start(layout.own(named), step._plan.micro_batches)

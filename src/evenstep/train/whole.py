@@ -126,6 +126,8 @@ class Whole:
         step._layout.statistics.watch(step._models.modules().items())
         named = dict(step._models.parameters(self._models))
         untouched = Untouched(named, lambda: buffers(step._models.named(self._models)), modules)
+        if step._layout.grid.some_wait:
+            step._meeting.exchange(f"{_KIND}, its beginning", signature=f"step {step.number}", site=self._site)
         with (
             step._randomness.keyed(),
             step._layout.statistics.active(),  # and nothing counts: the second pass does
