@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from evenstep.errors import LossError
 from evenstep.prove.parting import Parting, parting
-from evenstep.prove.reasons import of_failure, of_itself, of_layout, of_resume
+from evenstep.prove.reasons import known_mistake, of_failure, of_itself, of_layout, of_resume
 from evenstep.prove.suspects import loop_at, names_in, suspects
+from evenstep.train.loss import leaf
 
 SOURCE = """import os, time
 
@@ -81,6 +84,29 @@ def test_what_the_code_at_fault_uses_comes_first(tmp_path: Path) -> None:
 def test_a_failure_that_is_not_known() -> None:
     assert of_failure("2 processes", "evenstep.errors.MismatchError", "rank 0 is at a, rank 1 at b").name == "one-rank"
     assert of_failure("2 processes", "ValueError", "no").name == "failed"
+
+
+def test_a_mistake_is_known_by_words_of_evenstep_alone() -> None:
+    wrong = {
+        "a sum of shape (2,); expected one number": (torch.ones(2), 2),
+        "a weight that is a tensor of shape (2,); expected one number": (torch.tensor(1.0), torch.ones(2)),
+        "a weight that is a str; expected a number": (torch.tensor(1.0), "many"),
+        "a tensor of shape () alone; expected (sum over samples, weight)": torch.tensor(1.0),
+    }
+    for says, returned in wrong.items():
+        with pytest.raises(LossError) as caught:
+            leaf(returned, 0)
+        assert says in caught.value.message
+        assert known_mistake("evenstep.errors.LossError", caught.value.message) == "not-additive"
+        assert known_mistake("ValueError", caught.value.message) is None
+    metric = "the loss function returned, for micro-batch 0, as metric 'x' a tensor of shape (2,); expected one number"
+    assert known_mistake("evenstep.errors.LossError", metric) is None
+    data = "rank 1 has a, rank 0 has b: the data set, its length, its samples or its order differs between processes"
+    assert known_mistake("evenstep.errors.UsageError", data) == "data-rank"
+    stages = (
+        "stage 0 ended where a was called, and stage 1 begins with b: what the model does differs between processes"
+    )
+    assert known_mistake("evenstep.errors.UsageError", stages) is None
 
 
 def test_suspects_are_found_by_lines_and_kind(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Attempt:
     @property
     def refused(self) -> bool:
         """Whether evenstep said that this layout cannot be had."""
-        return self.failure is not None and self.error_type == _REFUSED and known_mistake(self.message) is None
+        return self.error_type == _REFUSED and known_mistake(self.error_type, self.message) is None
 
     @property
     def error_type(self) -> str:

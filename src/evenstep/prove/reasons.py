@@ -100,24 +100,27 @@ REASONS: dict[str, tuple[str, str]] = {
     ),
 }
 
-# What an error says, by which a mistake is known that evenstep refuses by itself.
+# What an error of evenstep says, by which a mistake is known that it refuses by itself: each phrase is one error's.
 REFUSALS: tuple[tuple[str, str], ...] = (
-    ("is not additive over samples", "not-additive"),
-    ("a tensor of shape", "not-additive"),
+    ("the loss is not additive over samples", "not-additive"),
+    ("the weight is not additive over samples", "not-additive"),
+    ("a sum of shape", "not-additive"),
+    ("a weight that is ", "not-additive"),
     ("; expected (sum over samples, weight)", "not-additive"),
     ("computed twice, is", "randomness"),
     ("gave two different samples", "randomness"),
     ("gave two different orders", "randomness"),
-    ("its running statistics", "batch-statistics"),
+    ("its statistics cannot be updated once a step", "batch-statistics"),
     ("that tracks running statistics", "batch-statistics"),
     ("writes the model's own state", "state"),
     ("is not the same on every process at the start", "initialisation"),
-    ("differs between processes", "data-rank"),
+    ("the data set, its length, its samples or its order differs between processes", "data-rank"),
     ("hold different models, hyperparameters", "one-rank"),
     ("the processes train different parameters", "one-rank"),
     ("operations without a deterministic form", "nondeterministic-kernel"),
 )
 
+_REFUSING = {f"evenstep.errors.{name}" for name in ("UsageError", "LossError", "MismatchError")}
 _BY_RANK = ("one-rank", "initialisation", "data-rank")  # whose evidence is where the script reads its rank
 
 
@@ -144,15 +147,17 @@ class Finding:
 
 def of_failure(layout: str, error_type: str, message: str, script: str | None = None) -> Finding:
     """The reason for a start that failed. `script`: its file."""
-    name = known_mistake(message)
+    name = known_mistake(error_type, message)
     if name is None:
         name = "one-rank" if error_type == "evenstep.errors.MismatchError" else "failed"
     ranks = suspects([script], "rank") if script is not None and name in _BY_RANK else []
     return Finding(name, layout, tuple(map(str, ranks[:_SHOWN])), message=message)
 
 
-def known_mistake(message: str) -> str | None:
-    """The mistake that evenstep has refused with `message`; None if it is none of the script's."""
+def known_mistake(error_type: str, message: str) -> str | None:
+    """The mistake that evenstep has refused with this error; None if it is none of the script's."""
+    if error_type not in _REFUSING:
+        return None  # the script's own words
     return next((name for phrase, name in REFUSALS if phrase in message), None)
 
 
