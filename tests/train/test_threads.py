@@ -216,9 +216,10 @@ def test_an_error_in_one_thread(tmp_path: Path) -> None:
 
 def test_ctrl_c(tmp_path: Path) -> None:
     started = threading.Semaphore(0)
+    armed = False
 
     def loss_fn(model: nn.Module, batch: Any) -> Any:
-        if model.training:
+        if model.training and armed:
             started.release()
             if 0 in batch[2]:
                 for _ in range(4):
@@ -231,6 +232,9 @@ def test_ctrl_c(tmp_path: Path) -> None:
         model = run.prepare(Branches())
         loop = iter(run.steps(numbers(), steps=1, shuffle=False))
         step = next(loop)
+        step.backward(loss_fn)  # once, after which the threads start together
+        model.zero_grad()
+        armed = True
         signal.raise_signal(signal.SIGINT)  # the first one asks to finish the step, the second does not wait
         with pytest.raises(KeyboardInterrupt):
             step.backward(loss_fn)
@@ -286,6 +290,77 @@ def test_refused(training: Callable[..., Any]) -> None:
     stranger = nn.Parameter(torch.ones(()))
     with pytest.raises(LossError, match="belongs to no prepared model"):
         training(lambda model, batch: (plain(model, batch)[0] * stranger, len(batch[1])))
+
+
+features: dict[str, Any] = {}
+calls = 0
+
+
+class Noting(nn.Module):
+    """Keeps what it has seen, in eval mode too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.mean()
+        return x
+
+
+class Kept:
+    """A hook that is an object."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.output = output
+
+
+def test_what_the_replicas_share_is_not_written(training: Callable[..., Any]) -> None:
+    teacher = nn.Linear(5, 3)
+    teacher.register_forward_hook(lambda module, args, output: features.update(t=output))
+    noting, kept = Noting(), [Kept()]
+    hooked = nn.Identity()
+    hooked.register_forward_hook(kept[0])
+    masks: dict[int, Tensor] = {}
+    losses: list[float] = []
+
+    def counting(model: nn.Module, batch: Any) -> Any:
+        global calls
+        calls += 1
+        return plain(model, batch)
+
+    def listing(model: nn.Module, batch: Any) -> Any:
+        losses.append(1.0)
+        return plain(model, batch)
+
+    def through(layer: nn.Module) -> Callable[..., Any]:
+        def loss_fn(model: nn.Module, batch: Any) -> Any:
+            with torch.no_grad():
+                layer(torch.ones(2, 5))
+            return plain(model, batch)
+
+        return loss_fn
+
+    def hook_student(model: Any) -> None:
+        model.last.register_forward_hook(lambda module, args, output: features.update(s=output))
+
+    with pytest.raises(UsageError, match=r"writes features(\['t'\])?, which all thread replicas share"):
+        training(through(teacher))
+    with pytest.raises(UsageError, match=r"writes features\['s'\]"):
+        training(plain, hook_student)
+    with pytest.raises(UsageError, match=r"writes .*seen"):
+        training(through(noting))
+    with pytest.raises(UsageError, match=r"writes .*output"):
+        training(through(hooked))
+    with pytest.raises(UsageError, match="writes calls"):
+        training(counting)
+    with pytest.raises(UsageError, match="writes losses"):
+        training(listing)
+
+    def caching(model: nn.Module, batch: Any) -> Any:
+        if model.training:  # not in the checks of the first step
+            masks.setdefault(len(batch[0]), torch.ones(()))
+        return plain(model, batch)
+
+    training(caching)
+    assert masks
+    training(through(noting), thread_replicas=1)
 
 
 def test_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

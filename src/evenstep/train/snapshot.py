@@ -142,7 +142,7 @@ def _variables(variables: Mapping[str, Any]) -> dict[str, str]:
         if name.startswith("__"):
             continue
         found[name] = value
-        if not isinstance(value, (type, nn.Module)) and _is_users(type(value)):
+        if not isinstance(value, (type, nn.Module)) and is_users(type(value).__module__):
             found.update({f"{name}.{inner}": attribute for inner, attribute in _own(value)})
     return _said(found)
 
@@ -165,9 +165,10 @@ def _own(thing: object) -> list[tuple[str, Any]]:
         return []
 
 
-def _is_users(kind: type) -> bool:
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return bool(file) and not file.startswith((OURS, *INSTALLED))
+def is_users(module: str | None) -> bool:
+    """Whether the module of that name is the user's own code."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return module == "__main__" or (bool(file) and not file.startswith((OURS, *INSTALLED)))
 
 
 def _said(values: Mapping[str, object]) -> dict[str, str]:

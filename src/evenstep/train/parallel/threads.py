@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from evenstep.plan.tree import Node, share
 from evenstep.train.casts import no_cache
 from evenstep.train.generators import Own, installed, shared_left_alone
+from evenstep.train.loss import evaluating
 from evenstep.train.meeting import Meeting
 from evenstep.train.models import modules
 from evenstep.train.parallel.copies import Copies
+from evenstep.train.parallel.shared import Shared, refuse_shared_writes
 from evenstep.train.parallel.split import Splits
 from evenstep.train.reduce import Leaves, Reduction
 from evenstep.train.statistics import Statistics
@@ -43,6 +45,7 @@ class ThreadReplicas:
         self._copies: list[Copies] = []
         self._hooked: list[set[int]] = []  # ids of parameters of each replica
         self._leaves: dict[int, Leaves] = {}  # of each replica, in the step.backward that runs
+        self._looked_at: set[object] = set()  # code of losses
         self._installed = contextlib.ExitStack()
         self._is_installed = False
 
@@ -58,12 +61,16 @@ class ThreadReplicas:
         self._leaves = {part.number: part.leaves for part in parts}
         reduction = work.reduction
         assert isinstance(reduction, Reduction)
+        code = getattr(work.loss_fn, "__code__", type(work.loss_fn))
+        if len(parts) > 1 and code not in self._looked_at:
+            parts[0].alone(parts[1:])
         reduction.replicated = True  # the models themselves get no gradient now
         try:
             with shared_left_alone():
                 _side_by_side(parts)
         finally:
             reduction.replicated = False
+        self._looked_at.add(code)
         for part in parts:
             part.hand_over()
             work.statistics.add(part.work.statistics.take())
@@ -127,11 +134,43 @@ class _Part:
         self._inherited = _Inherited()
         self._context = contextvars.copy_context()
         self.stop = False
+        self.may_start = threading.Event()
+        self.may_start.set()
+        self._others: Sequence[_Part] = ()
+        self._shared: Shared | None = None
         self.error: BaseException | None = None
         self.at = 0  # the micro-batch that is computed
 
+    def alone(self, others: Sequence[_Part]) -> None:
+        """Its first micro-batch is computed before the others start: does the loss write what they share?"""
+        work = self.work
+        self._others, self._shared = others, Shared(work.loss_fn, work.step._models.all)
+        for part in others:
+            part.may_start.clear()
+
+    def let_others_start(self) -> None:
+        for part in self._others:
+            part.may_start.set()
+
+    def _refuse_shared_writes(self, i: int) -> None:
+        """UsageError if the loss of micro-batch i has written something that the replicas share, and does so again.
+
+        What it keeps once and for all (a cache) is let through."""
+        assert self._shared is not None
+        changed = self._shared.changed()
+        if changed:
+            work, before = self.work, Shared(self.work.loss_fn, self.work.step._models.all)
+            with evaluating(work.models), contextlib.suppress(Exception):
+                work.computed(work.step._batch(i, work.device), i)
+                again = set(before.changed())
+                changed = [name for name in changed if name in again]
+        if changed:
+            refuse_shared_writes(changed)
+        self._shared = None
+
     def run(self) -> None:
         """In the replica's thread: its micro-batches, one after the other."""
+        self.may_start.wait()
         self._context.run(self._run)
 
     def _run(self) -> None:
@@ -148,6 +187,9 @@ class _Part:
                     with work.step.undrawn():
                         loss.backward()
                 del loss
+                if self._shared is not None:
+                    self._refuse_shared_writes(i)
+                    self.let_others_start()
                 self.leaves.leaf_done()
             work.untouched.check_buffers()
             if not self.leaves.exact:
@@ -198,6 +240,8 @@ def _side_by_side(parts: Sequence[_Part]) -> None:
             part.error = error
             for other in parts:
                 other.stop = True
+        finally:
+            part.let_others_start()
 
     threads = [threading.Thread(target=body, args=(part,), name="evenstep-replica", daemon=True) for part in parts]
     try:
