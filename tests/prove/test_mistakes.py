@@ -109,6 +109,8 @@ def test_where_they_part_is_told(proofs: Provers) -> None:
     assert (found["step"], found["layout"]) == (3, "1 process, resumed")
     (found,) = proofs["optimizer_on_one_rank"]["findings"]
     assert "rank 0 and rank 1 differ" in found["message"]
+    (found,) = proofs["scaled_rate"]["findings"]
+    assert (found["layout"], found["others"]) == ("2 processes", ["3 processes"])
     assert proofs["data_by_loader"]["layouts"][1]["verdict"] == "identical"
     assert proofs["no_mistake"]["summary"] == "6 layouts, 4 steps: identical"
 

@@ -80,7 +80,7 @@ def finding_lines(proof: Proof) -> Iterator[str]:
     """The reasons, in words."""
     for finding in proof.findings:
         yield ""
-        yield from _wrapped(f"{finding.name}: {finding.layout}: {finding.what}", "")
+        yield from _wrapped(f"{finding.name}: {'; '.join((finding.layout, *finding.others))}: {finding.what}", "")
         if finding.step is not None:
             yield from _wrapped(_where(finding), "    ")
         if finding.message:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evenstep.prove.attempts import Attempt, Starter
 from evenstep.prove.layouts import LAYOUTS, ONE, Layout
@@ -126,20 +126,26 @@ class _Search:
                 self._find(self._failed(row))
         differing = [row for row in self._rows if row.verdict == "differs"]
         itself = [row for row in differing if row.layout.again]
-        seen: set[object] = set()
+        seen: dict[object, Finding] = {}
         for row in itself or differing:
             kind = (row.layout.resumed, row.layout.settings)
-            if kind not in seen:
-                seen.add(kind)
+            finding = seen.get(kind)
+            if finding is None:
                 finding = self._reason(row)
                 if finding.name == "unknown" and not any(one.layout.again for one in self._rows):
                     finding = self._differs_from_itself() or finding
-                self._find(finding)
+                seen[kind] = finding
+            self._find(finding)
+            self._find(replace(finding, layout=row.layout.title))  # one of the same kind is not looked at by itself
 
     def _find(self, finding: Finding) -> None:
-        """One finding for each reason and place: another layout may show the same one."""
-        if not any((finding.name, finding.module) == (other.name, other.module) for other in self._findings):
-            self._findings.append(finding)
+        """One finding for each reason and place, with all layouts that show it. Failures are one by their error."""
+        for at, found in enumerate(self._findings):
+            if _what(found) == _what(finding):
+                others = dict.fromkeys([*found.others, finding.layout])
+                self._findings[at] = replace(found, others=tuple(one for one in others if one != found.layout))
+                return
+        self._findings.append(finding)
 
     def _differs_from_itself(self) -> Finding | None:
         """The reason why one process differs from itself, if it does."""
@@ -191,6 +197,10 @@ class _Search:
         self._begins("1 process: whether the order of hashes matters")
         first, second = (self._starter.attempt(ONE, self._steps) for _ in range(2))
         return first.fingerprints == second.fingerprints
+
+
+def _what(finding: Finding) -> tuple[str | None, ...]:
+    return finding.name, finding.module, finding.message if finding.name == "failed" else None
 
 
 def _row(attempt: Attempt, expected: dict[int, str] | None, reason: str = "") -> Row:

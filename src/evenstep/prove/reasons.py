@@ -126,7 +126,8 @@ _BY_RANK = ("one-rank", "initialisation", "data-rank")  # whose evidence is wher
 
 @dataclass(frozen=True)
 class Finding:
-    """One reason why a layout differs. `layout` is its title; the rest says where they part, as far as is known."""
+    """One reason why layouts differ. `layout` is the title of the one that was looked at, `others` are those of other
+    layouts of which it is the reason too; the rest says where they part, as far as is known."""
 
     name: str
     layout: str
@@ -136,6 +137,7 @@ class Finding:
     module: str | None = None
     micro_batch: int | None = None
     message: str = ""  # the error, where there is one
+    others: tuple[str, ...] = ()
     what: str = field(init=False)
     do: str = field(init=False)
 
