@@ -207,6 +207,7 @@ class _Passes:
             randomness.begin(self.kind, step, m.index)
             with computing():
                 returned = self.fn(*self.models, to_device(batch, device))
+            lockstep.check(returned)
             take(m, returned)
 
         counts = {rank: len(self.grid.leaves(self.micro_batches, rank)) for rank in lockstep.ranks}

@@ -58,6 +58,9 @@ class Lockstep(ABC):
     def agree(self, said: object, site: str) -> list[Any]:
         """What each of `ranks` has said (plain JSON values)."""
 
+    def check(self, returned: Any) -> None:  # noqa: B027  # most have nothing to refuse
+        """UsageError for what a function of a model may not return here."""
+
 
 class Alone(Lockstep):
     """This process has a whole model, and waits for nobody."""

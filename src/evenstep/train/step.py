@@ -532,6 +532,7 @@ class _Look:
         step._randomness.begin("additive", step.number, draw)
         try:
             returned = self._work.computed(self._parts[part], 0)
+            step._layout.lockstep.check(returned)
         except (LossError, UsageError):
             raise
         except Exception as error:

@@ -264,6 +264,40 @@ def freeze_the_last(model: nn.Module) -> None:
     model.d.requires_grad_(False)
 
 
+class Keeps(nn.Module):
+    """Keeps tensors of a forward pass: in an attribute, and in a list that others have too."""
+
+    aux: Any = None
+
+    def __init__(self, store: list[Tensor]) -> None:
+        super().__init__()
+        self.linear, self.store = nn.Linear(8, 8), store
+        self.cache: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.linear(x)
+        self.cache.setdefault(x.shape[1], torch.arange(3))
+        self.aux = [x.square().sum(), None]
+        self.store.append(x.mean(1).sum())
+        return x
+
+
+class Auxiliary(Four):
+    def change(self) -> None:
+        self.store: list[Tensor] = []
+        self.b, self.c = nn.Sequential(Keeps(self.store)), Keeps(self.store)
+        self.d = nn.Sequential(Keeps(self.store), self.d)
+
+    def forward(self, x: Tensor) -> Any:
+        self.store.clear()
+        return super().forward(x)
+
+
+def of_the_last_stage(model: Any, batch: Any) -> Any:
+    loss, weight = cross_entropy(model, batch)
+    return loss + model.d[0].aux[0] + model.store[-1], weight
+
+
 @dataclass(frozen=True)
 class Case:
     model: Callable[[], nn.Module]
@@ -290,6 +324,7 @@ EQUAL = {
     "like llama": Case(LikeLlama),
     "device": Case(Four, where_the_model_is),
     "first frozen": Case(Four, change=freeze_the_first),
+    "kept": Case(Auxiliary, of_the_last_stage),
     "last frozen": Case(Tied, change=freeze_the_last),
     "fp16": Case(Tied, precision="fp16"),
 }
@@ -485,6 +520,16 @@ def decayed(model: nn.Module, batch: Any) -> Any:
     return loss + weight * sum(p.square().sum() for p in model.parameters()), weight
 
 
+def with_auxiliary(model: Any, batch: Any) -> Any:
+    loss, weight = cross_entropy(model, batch)
+    return loss + model.b[0].aux[0] + model.c.aux[0], weight
+
+
+def with_stored(model: Any, batch: Any) -> Any:
+    loss, weight = cross_entropy(model, batch)
+    return loss + sum(model.store), weight
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Any], str]] = {
     "skip": (Skip, cross_entropy, "an argument of d depends on the output of a"),
     "memory": (Memory, cross_entropy, "an argument of c depends on the output of a"),
@@ -493,7 +538,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Any
     "decay": (Four, decayed, "a.weight, which lies on another stage"),
     "twice": (Twice, cross_entropy, "b is called a second time for one micro-batch"),
     "two calls": (Four, two_calls, "a is called a second time for one micro-batch"),
-    "hidden states": (Four, hidden_states, "the output of a, which lies on another stage"),
+    "hidden states": (Four, hidden_states, "what the function returned depends on the output of a, which"),
+    "kept": (Auxiliary, with_auxiliary, "what the function returned depends on b.0.aux, which lies on another stage"),
+    "stored": (Auxiliary, with_stored, "what the function returned depends on b.0.store, which"),
     "loose twice": (LooseTwice, cross_entropy, "position, which belongs to no unit"),
     "reading": (Reading, cross_entropy, "a value of the output of b, which lies on another stage, is read"),
     "written": (Written, cross_entropy, "the output of b, which lies on another stage, is written into a tensor"),

@@ -126,6 +126,9 @@ class Stages(Lockstep):
     def passes(self, models: Sequence[nn.Module], what: str, site: str) -> Passes:
         return _ForwardPasses(self, site)
 
+    def check(self, returned: Any) -> None:
+        self.units.refuse_ghosts(returned)
+
     def agree(self, said: object, site: str) -> list[Any]:
         return self.pipe.meeting.say("stages", said, site=site)
 

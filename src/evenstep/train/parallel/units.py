@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from evenstep.errors import UsageError
 from evenstep.train.batch import map_tensors, tensors
 from evenstep.train.lockstep import HANDED_OVER
+from evenstep.train.parallel.attributes import changes, form, kept, set_attribute
 from evenstep.train.parallel.cut import BY_HAND, Cut
 from evenstep.train.parallel.flight import Flight, Slot
 from evenstep.train.parallel.ghost import (
@@ -80,16 +81,20 @@ class Units:
                 "unit of a later stage",
                 do=f"call the model once, whole, for every micro-batch; or {BY_HAND}",
             )
+        self.refuse_ghosts(returned)
+        if self.stage and flight.entry is None:
+            raise UsageError(f"no unit of stage {self.stage} ({self._units(self.part)}) was called", do=BY_HAND)
+        return returned
+
+    def refuse_ghosts(self, returned: Any) -> None:
+        """UsageError where what a function of the model returned depends on what lies elsewhere."""
         ghost = find(returned)
         if ghost is not None:
             raise UsageError(
                 f"what the function returned depends on {ghost.source}, which lies on another stage",
-                do="return what the model's last units compute; intermediate outputs (hidden states) stay on their "
-                "stages, so start without --stages for such a loss",
+                do="return what the model's last units compute; intermediate outputs (hidden states, auxiliary "
+                "losses) stay on their stages, so start without --stages for such a loss",
             )
-        if self.stage and flight.entry is None:
-            raise UsageError(f"no unit of stage {self.stage} ({self._units(self.part)}) was called", do=BY_HAND)
-        return returned
 
     @contextmanager
     def recomputed(self, flight: Flight) -> Iterator[None]:
@@ -120,7 +125,7 @@ class Units:
         if self._with_grad and not torch.is_grad_enabled():
             self._refuse_reentrant(name)
         if k < self.part.start:
-            return self._ghost(flight, name)
+            return self._ghost(flight, k)
         if k >= self.part.stop:
             self._hand_over(flight, k, *_first(args, kwargs, name))
         if self.stage and flight.entry is None:
@@ -129,11 +134,14 @@ class Units:
         if k == flight.entry:
             args, kwargs = self._arrived(flight, args, kwargs)
         self._refuse_elsewhere(name, (args, kwargs))
+        if self.part.stop == len(self.cut.units) or flight.recomputing:
+            return self._computed(k, forward, args, kwargs)
+        unit = self.cut.units[k][1]
+        before = kept(unit)
         result = self._computed(k, forward, args, kwargs)
-        if self.part.stop < len(self.cut.units) and not flight.recomputing:
-            made: list[Tensor] = []
-            structure = take_apart(result, made, f"the output of {name}")
-            flight.made[name] = [structure, [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in made]]
+        made: list[Tensor] = []
+        structure = take_apart(result, made, f"the output of {name}")
+        flight.made[name] = [structure, [form(t) for t in made], changes(unit, before)]
         return result
 
     def _computed(self, k: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,24 +168,26 @@ class Units:
         finally:
             self.inside = False
 
-    def _ghost(self, flight: Flight, name: str) -> Any:
-        """What a unit of an earlier stage has returned there, without the values."""
+    def _ghost(self, flight: Flight, k: int) -> Any:
+        """What a unit of an earlier stage has returned there, without the values. So is what it has kept."""
         assert flight.received is not None
+        name, unit = self.cut.units[k]
         if name not in flight.received.said["made"]:
             raise UsageError(
                 f"{name} is called on stage {self.stage}, and was not on its own: the model calls its units in another "
-                "order than that in which they are defined, or what it does differs between processes",
+                "order than that in which they are defined, or chooses by something that the stages do not share",
                 do="define modules in the order in which forward calls them; let what they do depend on the batch, and "
                 "on random numbers of torch, numpy and random, alone",
             )
-        structure, forms = flight.received.said["made"][name]
+        structure, forms, changed = flight.received.said["made"][name]
 
-        def ghost(shape: list[int], dtype: str) -> Ghost:
-            return Ghost.of(
-                f"the output of {name}", self.device, lambda: blank(shape, getattr(torch, dtype), self.device)
-            )
+        def ghost(source: str, shape: list[int], dtype: str) -> Ghost:
+            return Ghost.of(source, self.device, lambda: blank(shape, getattr(torch, dtype), self.device))
 
-        return put_together(structure, [ghost(*form) for form in forms])
+        for path, attribute, inside, of_each in changed:
+            source = ".".join(part for part in (name, path, attribute) if part)
+            set_attribute(unit, path, attribute, put_together(inside, [ghost(source, *each) for each in of_each]))
+        return put_together(structure, [ghost(f"the output of {name}", *each) for each in forms])
 
     def _hand_over(self, flight: Flight, k: int, first: Any, rest: Any) -> NoReturn:
         name = self.cut.units[k][0]
