@@ -425,6 +425,28 @@ class Twice(Four):
         return self.d(self.c(self.b(self.b(self.a(x)))))
 
 
+class Complex(Four):
+    """A complex parameter of no unit."""
+
+    def change(self) -> None:
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Any:
+        return (super().forward(x) * self.turn).real
+
+
+class SparseHead(Four):
+    """A sparse gradient would have to go to another stage."""
+
+    def change(self) -> None:
+        self.c = nn.EmbeddingBag(8, 8, sparse=True, mode="sum")
+        self.b.weight = self.c.weight
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x))
+        return self.d(self.c((h > 0).long()))
+
+
 class LooseTwice(Loose):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x) + self.position[:4]
@@ -541,10 +563,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Any
     "hidden states": (Four, hidden_states, "what the function returned depends on the output of a, which"),
     "kept": (Auxiliary, with_auxiliary, "what the function returned depends on b.0.aux, which lies on another stage"),
     "stored": (Auxiliary, with_stored, "what the function returned depends on b.0.store, which"),
+    "complex": (Complex, cross_entropy, "turn is complex and would lie on several stages"),
+    "sparse": (SparseHead, cross_entropy, "a torch.sparse_coo tensor of torch.float32 goes from one stage"),
     "loose twice": (LooseTwice, cross_entropy, "position, which belongs to no unit"),
     "reading": (Reading, cross_entropy, "a value of the output of b, which lies on another stage, is read"),
     "written": (Written, cross_entropy, "the output of b, which lies on another stage, is written into a tensor"),
-    "unordered": (Unordered, cross_entropy, "a is called on stage 1, and was not on its own"),
+    "unordered": (
+        Unordered,
+        cross_entropy,
+        "in which they are defined, or chooses by something that the stages do not",
+    ),
     "backwards": (Backwards, cross_entropy, "c, of a later stage, is called before any of a to b"),
     "early": (Early, cross_entropy, "the function returned on stage 0, which has a to b"),
     "swallowing": (Swallowing, cross_entropy, "went on although a stage had ended"),

@@ -86,6 +86,12 @@ def cut(model: nn.Module, stages: int, asked: Asked) -> Cut:
     named = list(model.named_parameters())
     loose = frozenset(id(p) for _, p in named if id(p) not in holders)
     holders.update((p, list(range(stages))) for p in loose)
+    for name, p in named:
+        if p.is_complex() and p.requires_grad and len(holders[id(p)]) > 1:
+            raise UsageError(
+                f"{name} is complex and would lie on several stages, between which its gradient cannot go",
+                do="keep its real and imaginary parts (torch.view_as_real), or use it in one module alone",
+            )
     return Cut(units, parts, holders, named, loose)
 
 

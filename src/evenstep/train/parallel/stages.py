@@ -249,11 +249,15 @@ class _Passage:
 
     def _send_shared(self, totals: Sequence[Tensor | None]) -> None:
         receivers = [self._neighbour(holders, -1) for _, holders, _ in self.shared]
+        going: dict[int, Message] = {}
+
+        def pack() -> None:  # there are tensors that cannot be sent
+            for to in {r for r in receivers if r is not None}:
+                going[to] = Message(tensors=[t for t, r in zip(totals, receivers, strict=True) if r == to])
+
+        self._unless_failed(pack)
         for receiver in sorted({r for r in receivers if r is not None}):
-            going = None
-            if not self.failed:
-                going = Message(tensors=[t for t, r in zip(totals, receivers, strict=True) if r == receiver])
-            self.pipe.send(receiver, ACROSS, self._or_failed(going))
+            self.pipe.send(receiver, ACROSS, self._or_failed(going.get(receiver)))
 
     def _neighbour(self, holders: Sequence[int], step: int) -> int | None:
         at = holders.index(self.stages.stage) + step
