@@ -79,7 +79,7 @@ def _folds_of_shards(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     if not tensors:
         return {}
     mesh = next(iter(tensors.values())).device_mesh
-    mine = torch.cat([row_squares(_local(tensor)) for tensor in tensors.values()])
+    mine = torch.cat([row_squares(local(tensor)) for tensor in tensors.values()])
     chunks = {name: -(-tensor.shape[0] // mesh.size()) for name, tensor in tensors.items()}  # rows; the last have fewer
     longest = sum(chunks.values())
     out = mine.new_empty(mesh.size() * longest)
@@ -93,7 +93,7 @@ def _folds_of_shards(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: fold(torch.cat(parts)) for name, parts in rows.items()}
 
 
-def _local(tensor: Any) -> Tensor:
+def local(tensor: Any) -> Tensor:
     """What this process has of it, in the same memory."""
     if not is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]
@@ -134,7 +134,7 @@ def scale(gradients: Mapping[str, Tensor], max_norm: float, norm: float) -> None
     coefficient = max_norm / (norm + 1e-6)
     if not coefficient >= 1.0 and gradients:
         with torch.no_grad():
-            torch._foreach_mul_([_local(gradient) for gradient in gradients.values()], coefficient)
+            torch._foreach_mul_([local(gradient) for gradient in gradients.values()], coefficient)
 
 
 def refuse_torch_norms(refused: Callable[[Sequence[Tensor]], bool]) -> Callable[[], None]:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from evenstep.errors import UsageError
 from evenstep.train.checkpoint import Saved
+from evenstep.train.gradients import LeftGradients
 from evenstep.train.models import Models
 from evenstep.train.precision import refuse_scaler
 from evenstep.train.step import Step
@@ -33,6 +34,7 @@ class OptimizerWatch:
     def __init__(self, models: Models, saved: Saved, *, elementwise: bool = False, by_parameter: bool = False) -> None:
         self._models, self._saved = models, saved
         self._elementwise, self._by_parameter = elementwise, by_parameter
+        self.gradients = LeftGradients(models) if elementwise or by_parameter else None
         self._restored = False
         self._known: dict[int, tuple[Optimizer, int]] = {}  # by id; with how many parameters it was looked at
         self._handles: list[Any] = []
@@ -53,8 +55,16 @@ class OptimizerWatch:
         self._handles.clear()
         self._known.clear()
         self.step = None
+        if self.gradients is not None:
+            self.gradients.forget()
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
+        self._look_at(optimizer)
+        if self.gradients is not None:
+            self.gradients.check()
+
+    def _look_at(self, optimizer: Optimizer) -> None:
+        """Once, and again when it has got further parameters."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._known.get(id(optimizer)) == (optimizer, size):
             return
@@ -74,7 +84,7 @@ class OptimizerWatch:
                 do=f"use one of torch.optim's {known}, or run without --stages",
             )
         if trains:
-            refuse_scaler(sys._getframe(1))
+            refuse_scaler(sys._getframe(2))
         self._known[id(optimizer)] = optimizer, size
 
     def _after(self, *_: object) -> None:

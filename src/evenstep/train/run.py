@@ -263,9 +263,15 @@ class Run:
         (torch.nn.utils.clip_grad_norm_ otherwise).
         """
         named = self._models.parameters(self._models.chosen(models))
+        gradients = self._optimizers.gradients
+        if gradients is not None and self._looping:
+            gradients.check()
         if self._sharded:
             self._meeting.exchange("run.clip")
-        return clip_(dict(named), max_norm, self._layout.folds, error_if_nonfinite=error_if_nonfinite)
+        norm = clip_(dict(named), max_norm, self._layout.folds, error_if_nonfinite=error_if_nonfinite)
+        if gradients is not None:
+            gradients.record(contents=self._done == self._models.first_step)
+        return norm
 
     def _has_gradients(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether gradients of the models are among these."""
@@ -499,6 +505,7 @@ class Run:
             step.trace = Trace(self._paths, self.rank, self._models, self._data, self._saved.hashes)
             step.trace.begin(plan.number, self._options.exact)
         self._optimizers.step = step
+        step.gradients = self._optimizers.gradients
         return step
 
     def _choose_micro_batch(

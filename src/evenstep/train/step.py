@@ -19,6 +19,7 @@ from evenstep.plan.tree import tree_sum
 from evenstep.train.batch import split_batch, to_device
 from evenstep.train.casts import no_cast_cache
 from evenstep.train.compiling import any_compiled, naming_shapes, uncompiled
+from evenstep.train.gradients import LeftGradients
 from evenstep.train.layout import Layout
 from evenstep.train.lockstep import HANDED_OVER
 from evenstep.train.loss import (
@@ -90,6 +91,7 @@ class Step:
         self._calls = 0
         self._choose = choose
         self.trace: Trace | None = None  # of this step, where it is asked for
+        self.gradients: LeftGradients | None = None  # where a process has a part of the model
         self._cut(plan)
 
     def _cut(self, plan: StepPlan) -> None:
@@ -158,6 +160,8 @@ class Step:
 
     def _do(self, work: Callable[[], Work], models: Sequence[nn.Module]) -> Result:
         """Does the work of one call, again where it overflows."""
+        if self.gradients is not None:
+            self.gradients.check()
         scaler = self._precision.scaler
         if scaler is None:
             done = work()
@@ -166,6 +170,8 @@ class Step:
             trained = [p for _, p in self._models.parameters(models) if p.requires_grad]
             done = scaler.until_finite(work, trained, self._agree)
         done.commit()
+        if self.gradients is not None:
+            self.gradients.record(contents=self.number == self._models.first_step)
         if self.trace is not None:
             self.trace.gradients(done.call)
         assert self.result is not None
