@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from evenstep.errors import LossError, UsageError
@@ -84,6 +85,24 @@ class Untouched:
         """`name` of a tensor, and what layer it belongs to."""
         owner = self._modules.get(name.rpartition(".")[0])
         return name if owner is None else f"{name} (of a {type(owner).__name__})"
+
+
+@contextmanager
+def refusing_gradients(layout: str) -> Iterator[None]:
+    """UsageError where torch.autograd.grad is called inside. `layout`: the options that it cannot be had with."""
+    kept = torch.autograd.grad
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise UsageError(
+            f"gradients inside a loss (torch.autograd.grad, a gradient penalty) with {layout} are not offered",
+            do=f"run without {layout}: --processes or --thread-replicas",
+        )
+
+    torch.autograd.grad = refuse
+    try:
+        yield
+    finally:
+        torch.autograd.grad = kept
 
 
 def refuse_writes(names: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from evenstep.train.loss import (
 from evenstep.train.meeting import Meeting, call_site
 from evenstep.train.models import Models, buffers, modules
 from evenstep.train.precision import Precision
-from evenstep.train.purity import Untouched, refuse_strangers
+from evenstep.train.purity import Untouched, refuse_strangers, refusing_gradients
 from evenstep.train.randomness import Randomness
 from evenstep.train.reduce import Leaves
 from evenstep.train.statistics import Change, Statistics, mixes_samples, refuse_statistics
@@ -416,9 +416,15 @@ class Work:
     def computed(self, batch: Any, i: int, *, contents: bool = False) -> Any:
         """What the loss function returns for `batch`, of micro-batch i, with nothing else changed."""
         loss_fn = self.loss_fn if self.second is None else self.second.loss_of(i)
+        grid = self.step._layout.grid
+        cut = "--stages" if grid.stages > 1 else "--shard" if grid.shards > 1 else ""
         self.sums.computing = True
         try:
-            with self.untouched.while_computing(batch, contents=contents), self.step._precision.computing():
+            with (
+                refusing_gradients(cut) if cut else nullcontext(),
+                self.untouched.while_computing(batch, contents=contents),
+                self.step._precision.computing(),
+            ):
                 return loss_fn(*self.models, batch)
         finally:
             self.sums.computing = False

@@ -7,6 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import nn
 
 from evenstep.errors import UsageError
@@ -14,6 +15,7 @@ from evenstep.errors import UsageError
 SMALLEST = 1 << 16  # elements of a block that is worth exchanges of its own
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
 
 
 def cut(model: nn.Module, asked: Sequence[str] | None) -> list[tuple[str, nn.Module]]:
@@ -164,6 +166,12 @@ def check_shardable(model: nn.Module) -> None:
             what, do = "has no dimension to cut along", "give it the shape (1,)"
         elif p.is_complex():
             what, do = "is complex", "keep its real and imaginary parts (torch.view_as_real)"
+        elif (
+            p.dim() in _CHANNELS_LAST
+            and not p.is_contiguous()
+            and p.is_contiguous(memory_format=_CHANNELS_LAST[p.dim()])
+        ):
+            what, do = "has its channels last in memory", "leave channels_last out with --shard"
         elif not p.is_contiguous():
             what, do = "is not contiguous in memory", "make it from x.contiguous()"
         if what:

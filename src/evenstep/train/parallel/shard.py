@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -125,6 +125,7 @@ class Shards:
         inner = {id(p): name for name, p in model.named_parameters()}
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in modules:
+            type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
             for fsdp in state_of(module)._fsdp_param_groups:
                 _refuse_mixed(fsdp.fsdp_params, inner)
         state_of(model)._lazy_init()  # else a module that is called first would be taken for the whole model
@@ -318,6 +319,14 @@ class Shards:
                 do="use a module's parameters in its own forward only, or leave the module out of "
                 "prepare(..., shard=[...])",
             )
+
+
+def _refuse_copy(module: nn.Module, _: object) -> NoReturn:
+    raise UsageError(
+        f"the {type(module).__name__.removeprefix('FSDP')} is copied (copy.deepcopy, AveragedModel) after run.prepare: "
+        "with --shard this process has only a part of it",
+        do="make the copy before run.prepare, and prepare both",
+    )
 
 
 class ShardedSum(Leaves):
