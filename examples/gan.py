@@ -107,9 +107,10 @@ def main() -> None:
         critic_optimizer.zero_grad()  # what the generator's loss left there
         run.log(critic_loss=judged.loss, generator_loss=drew.loss)
 
+    with torch.no_grad():
+        drawn = generator.eval().draw(5)  # by all processes: each may have a part of the model only
     if run.rank == 0:
-        with torch.no_grad():
-            show(generator.eval().draw(5))
+        show(drawn)
 
 
 if __name__ == "__main__":
