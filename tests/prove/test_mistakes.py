@@ -41,7 +41,7 @@ EXPECTED: dict[str, tuple[str, str | None, str | None, list[str]]] = {
     "model_by_rank": ("2", "initialisation", None, ["torch.manual_seed(run.rank)"]),
     "model_by_layout": ("2", "initialisation", None, ["model.0.weight", "torch.manual_seed(run.world_size)"]),
     "rounded": ("3", "not-exact", "0", ["the sum of equal gradients differs in 0.weight"]),
-    "gradients_times_processes": ("shard", "gradients", None, ["between step.backward and the optimizer", "mul_("]),
+    "gradients_times_processes": ("2", "gradients", None, ["between step.backward and the optimizer", "mul_("]),
     "batch_times_processes": ("2", "options", None, ["global_batch: 12 on 1 process, 24 here"]),
     "decay_by_processes": ("stages,shard", "weights", None, ["from equal gradients", "parameter.mul_("]),
 }
