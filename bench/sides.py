@@ -7,7 +7,7 @@ of gradients, the mean loss known on every process, one step of the optimizer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,23 @@ import evenstep
 from bench.workloads import Batch, Workload
 
 SHARE = 4  # micro-batches of each process in a step
+
+
+def in_turns(ours: Callable[[], float], theirs: Callable[[], float], turns: int) -> dict[str, object]:
+    """Both sides, which give their seconds, in turns, each first as often as the other.
+
+    "ratios": of each pair; "fastest": of the fastest turn of each.
+    """
+    pairs = []
+    for number in range(turns):
+        if number % 2 == 0:
+            seconds = ours()
+            pairs.append((seconds, theirs()))
+        else:
+            seconds = theirs()
+            pairs.append((ours(), seconds))
+    fastest = min(a for a, _ in pairs) / min(b for _, b in pairs)
+    return {"ratios": [a / b for a, b in pairs], "fastest": fastest}
 
 
 def start(work: Workload, processes: int) -> evenstep.Run:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.sides import ddp_side, evenstep_side, start
+from bench.sides import ddp_side, evenstep_side, in_turns, start
 from bench.workloads import workload
 
 
@@ -46,20 +46,11 @@ def main() -> None:
 
     turn(ours, 3)  # the first steps check, allocate and build
     turn(theirs, 3)
-    pairs = []
-    for number in range(options.turns):
-        if number % 2 == 0:
-            seconds = turn(ours)
-            pairs.append((seconds, turn(theirs)))
-        else:
-            seconds = turn(theirs)
-            pairs.append((turn(ours), seconds))
+    found = in_turns(lambda: turn(ours), lambda: turn(theirs), options.turns)
     theirs.close()  # DDP before its process group
     run.close()
     if run.rank == 0:
-        ratios = [a / b for a, b in pairs]
-        fastest = min(a for a, _ in pairs) / min(b for _, b in pairs)
-        print(json.dumps({"ratios": ratios, "fastest": fastest}), flush=True)
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

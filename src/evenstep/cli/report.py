@@ -33,8 +33,7 @@ def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], *, show_al
     failure = outcome.failure
     fault = outcome.fault
     if fault is not None and (failure is None or fault.rank != failure.exit.rank):
-        rank = "" if fault.rank is None else f"rank {fault.rank} "
-        say(f"the run failed on {fault.host} (node {fault.node}): {rank}{fault.what}")
+        _tell_fault(fault)
         if fault.log:
             say(f"its log there: {fault.log}")
         say("all processes of this host were stopped")
@@ -74,11 +73,15 @@ def tell_hosts(fault: Fault | None, paths: RunPaths, words: list[str]) -> int:
     """Report a launch that started the launchers of several hosts."""
     if fault is None:
         return exits.DONE
-    rank = "" if fault.rank is None else f"rank {fault.rank} "
-    say(f"the run failed on {fault.host} (node {fault.node}): {rank}{fault.what}")
+    _tell_fault(fault)
     say("the processes of all hosts were stopped")
     _tell_where(paths, words, again=fault.exit_code != exits.WRONG_USAGE)
     return fault.exit_code
+
+
+def _tell_fault(fault: Fault) -> None:
+    rank = "" if fault.rank is None else f"rank {fault.rank} "
+    say(f"the run failed on {fault.host} (node {fault.node}): {rank}{fault.what}")
 
 
 def tell_signal(number: int, paths: RunPaths, words: list[str]) -> None:

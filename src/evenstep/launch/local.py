@@ -11,8 +11,8 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from evenstep.launch.job import Job, to_json
 from evenstep.launch.nodes import Fault, Link, Spoke, Start
 from evenstep.launch.output import Log, Stream, open_streams, resize
 from evenstep.launch.port import reserve_port
+from evenstep.launch.taking import signals_to
 from evenstep.launch.undo import take_back
 from evenstep.launch.warm import Server, Warm, spared
 from evenstep.record.events import EventWriter
@@ -35,6 +36,7 @@ _VERDICT = 3.0  # seconds in which it is learned whose failure was the first, of
 _LAST_WORDS = 0.5  # seconds to read what is left in the pipes, once every process has ended
 _TICK = 0.2  # seconds
 _LOCK_PATIENCE = 3.0  # seconds for a killed launcher's processes to be gone
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGWINCH, signal.SIGTSTP)
 _LAUNCHER_RANK = -1  # in the launcher's own events
 
 Say = Callable[[str], None]
@@ -229,7 +231,7 @@ class _Launch:
 
     def run(self) -> Outcome:
         kinship.adopt_orphans()  # should the fork server be killed, its processes become ours to end
-        with _signals_to(self._on_signal):
+        with signals_to(self._on_signal, *_SIGNALS):
             if self._link is not None:
                 self._link.watch(self._on_fault)
             if isinstance(self._link, Spoke):
@@ -439,20 +441,6 @@ class _Launch:
         if self._signal is not None:
             return None
         return Exit(0, code, stopped=False, time=time.time()).describe()
-
-
-@contextmanager
-def _signals_to(handler: Callable[[int], None]) -> Iterator[None]:
-    """Have a terminal's signals call `handler`; those that were ignored (nohup) stay ignored."""
-    before: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGWINCH, signal.SIGTSTP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, lambda received, _: handler(received))
-    try:
-        yield
-    finally:
-        for caught, was in before.items():
-            signal.signal(caught, was)
 
 
 def _environment(settings: Settings, part: Part) -> Mapping[str, str]:

@@ -80,7 +80,7 @@ class Stream:
         if data:
             self.log.append(data)
         text = self._whole_lines(data) if self.by_line else data
-        if self.terminal is not None and text and not _write(self.terminal, text):
+        if self.terminal is not None and text and not write_all(self.terminal, text):
             self.terminal = None  # who read it is gone (`| head`); training goes on, and so does the log
         return bool(data)
 
@@ -163,7 +163,7 @@ def _copy_size(model: int, other: int) -> None:
         fcntl.ioctl(other, termios.TIOCSWINSZ, size)
 
 
-def _write(descriptor: int, data: bytes) -> bool:
+def write_all(descriptor: int, data: bytes) -> bool:
     """Write all of it, however slowly it is read. False if nobody reads any more."""
     rest = memoryview(data)
     while rest:

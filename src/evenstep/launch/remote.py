@@ -16,8 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from typing import Any
 from evenstep.errors import MachineError, UsageError
 from evenstep.launch.gate import Line, Message
 from evenstep.launch.nodes import Fault, Hub, Say
+from evenstep.launch.output import write_all
+from evenstep.launch.taking import signals_to
 from evenstep.record.paths import RunPaths
 
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
@@ -132,7 +134,7 @@ def run_on_hosts(
                 "environment": {name: value for name, value in os.environ.items() if _FORWARDED.match(name)},
             }
             hub.start(host, transport, told)
-        with _signals_to(hub.on_signal):
+        with signals_to(hub.on_signal, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             hub.join(lambda: hub.stopped is not None)
             while not hub.wait(0.2):
                 if hub.stopped is not None and not hub.begun:
@@ -211,7 +213,7 @@ class _Hub(Hub):
 
     def _take(self, message: Message) -> None:
         if "out" in message:
-            _write(message["to"], base64.b64decode(message["out"]))
+            write_all(message["to"], base64.b64decode(message["out"]))
         elif "file" in message:
             self._take_file(str(message["file"]), base64.b64decode(message["data"]))
 
@@ -239,23 +241,3 @@ class _Hub(Hub):
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
-    with suppress(OSError):
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-
-
-@contextmanager
-def _signals_to(handler: Callable[[int], None]) -> Iterator[None]:
-    before: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, lambda received, _: handler(received))
-    try:
-        yield
-    finally:
-        for caught, was in before.items():
-            signal.signal(caught, was)
