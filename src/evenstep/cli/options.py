@@ -1,0 +1,222 @@
+"""The options that say what is to be started, where and how: declared once, for every verb that starts a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import click
+
+from evenstep.cli import preflight
+from evenstep.environment import AUTO, Settings, memory_size
+from evenstep.errors import UsageError
+from evenstep.launch.local import Script
+from evenstep.launch.nodes import Nodes
+from evenstep.launch.remote import Host
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+_POSITIVE = click.IntRange(min=1)
+
+
+def _processes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    """A number from 1, or torchrun's words."""
+    if value is None or value in preflight.PROCESS_WORDS:
+        return value
+    if value.lstrip("-").isdigit():
+        if int(value) >= 1:
+            return int(value)
+        raise click.BadParameter(f"{value} is too few: at least 1 process is needed", ctx, param)
+    raise click.BadParameter(f"{value!r} is neither a number nor {' nor '.join(preflight.PROCESS_WORDS)}", ctx, param)
+
+
+def _micro_batch(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    """A number from 1, or auto."""
+    if value is None or value == AUTO:
+        return value
+    number: int = _POSITIVE.convert(value, param, ctx)  # type: ignore[arg-type]
+    return number
+
+
+def _memory(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Bytes."""
+    try:
+        return None if value is None else memory_size(value, "--memory")
+    except UsageError as error:
+        raise click.BadParameter(error.message, ctx, param) from None
+
+
+def _nodes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """A number from 1; torchrun's 2:2 is 2."""
+    least, _, most = (value or "").partition(":")
+    if value is None:
+        return None
+    if not least.isdigit() or int(least) < 1 or most not in ("", least):
+        raise click.BadParameter(f"{value!r} is no number of hosts; a range cannot be given", ctx, param)
+    return int(least)
+
+
+def _elsewhere(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Refuse torchrun's rendezvous options."""
+    if value is not None:
+        raise click.UsageError(
+            f"{param.opts[0]} is not needed: hosts find each other by --nodes, --node-rank, --master-addr and "
+            "--master-port"
+        )
+
+
+_OPTIONS = (
+    click.option(
+        "--processes",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        "processes",
+        metavar="N",
+        callback=_processes,
+        help="Training processes; also gpu, cpu or auto. Default: all visible GPUs, else one.",
+    ),
+    click.option(
+        "--nodes", "--nnodes", "nodes", callback=_nodes, metavar="N", help="Hosts, each started by this command."
+    ),
+    click.option(
+        "--node-rank", "--node_rank", type=click.IntRange(min=0), metavar="K", help="Which of them this is, from 0."
+    ),
+    click.option(
+        "--master-addr", "--master_addr", metavar="ADDRESS", help="An address of node 0 that all hosts reach."
+    ),
+    click.option(
+        "--master-port", "--master_port", type=click.IntRange(1, 65535), metavar="PORT", help="A free port of node 0."
+    ),
+    click.option(
+        "--join-timeout",
+        type=click.FloatRange(min=1),
+        default=600,
+        show_default=True,
+        metavar="S",
+        help="Seconds to wait for the other hosts.",
+    ),
+    click.option("--hosts", metavar="A:4,B:4", help="Start processes on these hosts by ssh, so many on each."),
+    click.option("--hostfile", type=click.Path(), metavar="FILE", help="The same from a file, a line a host."),
+    click.option(
+        "--global-batch", type=_POSITIVE, metavar="B", help="Samples of one optimizer step, over all processes."
+    ),
+    click.option(
+        "--micro-batch",
+        metavar="M",
+        callback=_micro_batch,
+        help="Samples of one forward and backward; auto: as many as fit the memory, by trial.",
+    ),
+    click.option("--memory", metavar="SIZE", callback=_memory, help="What a process may use, for auto: 2GiB."),
+    click.option("--seed", type=click.IntRange(min=0), metavar="S", help="Seed of sample order and randomness."),
+    click.option(
+        "--run",
+        "run_directory",
+        type=click.Path(),
+        metavar="DIR",
+        help="Run directory: logs, checkpoints, metrics. One that has checkpoints is resumed. Default: a new one in "
+        "runs/.",
+    ),
+    click.option(
+        "--exact/--no-exact",
+        default=None,
+        help="Same bits on every layout (the default), or equal to rounding and faster.",
+    ),
+    click.option(
+        "--backend",
+        type=click.Choice(["auto", "gloo", "nccl", "mpi", "ucc"]),
+        help="What processes talk through. auto: nccl where there are GPUs, else gloo.",
+    ),
+    click.option(
+        "--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="What losses are computed in.  [default: fp32]"
+    ),
+    click.option("--stages", type=_POSITIVE, metavar="S", help="Cut the model into pipeline stages, one process each."),
+    click.option("--shard", is_flag=True, default=None, help="Each process holds a part of every parameter (FSDP2)."),
+    click.option(
+        "--replicas", type=_POSITIVE, metavar="R", help="With --shard: sharded copies of the model.  [default: 1]"
+    ),
+    click.option(
+        "--thread-replicas", type=_POSITIVE, metavar="T", help="Replicas of the model in threads of each process."
+    ),
+    click.option(
+        "--split", type=_POSITIVE, metavar="D", help="Spread the model of a process (or thread replica) over D devices."
+    ),
+    click.option(
+        "--batchnorm",
+        type=click.Choice(["exact", "sync"]),
+        help="exact: over a micro-batch, the same on every layout. sync: over what the processes compute at one time.",
+    ),
+    click.option("--threads", type=_POSITIVE, metavar="T", help="Intra-op threads of each process."),
+    click.option("--checkpoint-every", type=_POSITIVE, metavar="N", help="Optimizer steps between checkpoints."),
+    click.option("--keep", type=_POSITIVE, metavar="K", help="Checkpoints to keep."),
+    click.option(
+        "--fingerprints", is_flag=True, default=None, help="Record a fingerprint of the training at every step."
+    ),
+    click.option(
+        "--allow-other-identity",
+        is_flag=True,
+        default=None,
+        help="Resume although the run directory was made under another identity (seed, torch version, ...).",
+    ),
+    click.option(
+        "--output",
+        type=click.Choice(["first", "all"]),
+        default="first",
+        show_default=True,
+        help="Whose output to show: rank 0's, or everybody's, marked [rank]. Logs have everybody's.",
+    ),
+    click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module's name, as in python -m."),
+    click.option("--standalone", is_flag=True, hidden=True),
+    click.option("--rdzv-backend", "--rdzv_backend", hidden=True, expose_value=False, callback=_elsewhere),
+    click.option("--rdzv-endpoint", "--rdzv_endpoint", hidden=True, expose_value=False, callback=_elsewhere),
+    click.option("--rdzv-id", "--rdzv_id", hidden=True, expose_value=False, callback=_elsewhere),
+    click.option("--rdzv-conf", "--rdzv_conf", hidden=True, expose_value=False, callback=_elsewhere),
+)
+
+
+def launch_options(verb: Verb) -> Verb:
+    """Give a verb the options of a launch; what they say comes as keywords, for `read_launch`."""
+    for option in reversed(_OPTIONS):
+        verb = option(verb)
+    return verb
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the command line said of a launch."""
+
+    script: Script
+    processes: int  # of this host
+    hosts: list[Host] | None  # to be started by ssh
+    nodes: Nodes | None  # started by hand on each
+    settings: Settings
+    address: str | None  # --master-addr
+    patience: float  # seconds to wait for other hosts
+    output: str
+
+
+def read_launch(options: Mapping[str, Any], script: str, arguments: Sequence[str]) -> Launch:
+    """What was said. UsageError for what does not go together."""
+    count = preflight.process_count(options["processes"], options["thread_replicas"] or 1, options["split"] or 1)
+    there = preflight.hosts(options["hosts"], options["hostfile"], options["nodes"], options["processes"])
+    places = (options["nodes"], options["node_rank"], options["master_addr"], options["master_port"])
+    asked = None if there else preflight.nodes(*places, options["join_timeout"])
+    settings = Settings(
+        run=options["run_directory"],
+        **{
+            field.name: options[field.name]
+            for field in fields(Settings)
+            # A switch that was not given leaves the choice to the script.
+            if field.name in options and (options[field.name] is not False or field.name == "exact")
+        },
+    )
+    return Launch(
+        Script(script, options["as_module"], tuple(arguments)),
+        count,
+        there,
+        asked,
+        settings,
+        options["master_addr"],
+        options["join_timeout"],
+        options["output"],
+    )
