@@ -85,6 +85,21 @@ class Hosts:
         self.running.append(popen)
         return Command(popen)
 
+    def serve(self, host: int, *words: object, folder: Path, env: Mapping[str, str] | None = None) -> None:
+        """Start a daemon on the host, to its last hour."""
+        self.running.append(
+            subprocess.Popen(
+                self.words(host, *words),
+                cwd=folder,
+                env=clean_environ({"PATH": f"{os.environ['PATH']}:/usr/sbin", **(env or {})}),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
+        )
+
     def pids(self, host: int) -> list[int]:
         """What runs on the host."""
         done = subprocess.run(["ip", "netns", "pids", self.namespace(host)], check=True, capture_output=True, text=True)

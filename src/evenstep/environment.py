@@ -36,7 +36,7 @@ class World:
     local_rank: int  # rank among the processes of this host
     local_world_size: int  # how many of them this host has
     launcher: str  # "python" | "evenstep" | "torchrun" | "slurm" | "mpi" | "environment" (RANK etc. set by hand)
-    master_addr: str | None  # None: not given (python alone, srun, mpirun)
+    master_addr: str | None  # None: not given (python alone, mpirun); of srun the first host
     master_port: int | None
     job: str | None  # a name that all processes of this start share and no other start has; None: there is none
 
@@ -266,7 +266,16 @@ def _slurm_step(environ: Mapping[str, str]) -> World | None:
     restarts = environ.get("SLURM_RESTART_COUNT", "0")
     port = environ.get("SLURM_STEP_LAUNCHER_PORT", "0")
     job = None if job_id is None or step_id is None else f"slurm-{job_id}.{step_id}.{restarts}.{port}"
-    return World(rank, world_size, local_rank, local_world_size, "slurm", *_master(environ), job)
+    address, master_port = _master(environ)
+    if address is None and local_world_size < world_size and environ.get("SLURM_STEP_NODELIST"):
+        address, master_port = first_node(environ["SLURM_STEP_NODELIST"]), None
+    return World(rank, world_size, local_rank, local_world_size, "slurm", address, master_port, job)
+
+
+def first_node(nodes: str) -> str:
+    """The first of Slurm's list of nodes: host02 of host[02-04,7],other."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", "" if first is None else first[0])
 
 
 def _tasks_here(environ: Mapping[str, str], world_size: int) -> int:

@@ -13,6 +13,7 @@ from evenstep.environment import (
     ALONE,
     Settings,
     World,
+    first_node,
     memory_size,
     read_settings,
     read_world,
@@ -117,6 +118,22 @@ def test_srun() -> None:
     assert (last.rank, last.local_rank, last.local_world_size, last.job) == (3, 0, 1, "slurm-7.0.0.34567")
     assert read_world(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)"}).local_world_size == 3
     assert read_world(SRUN | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}).master_port == 9
+
+
+def test_srun_on_several_hosts() -> None:
+    step = SRUN | {"SLURM_STEP_NODELIST": "gpu[003-005,9],login"}
+    assert read_world(step).master_addr == "gpu003"
+    assert read_world(step | {"MASTER_PORT": "9"}).master_port is None  # without an address: the batch script's habit
+    assert read_world(step | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}).master_addr == "h"
+    assert read_world(step | {"SLURM_STEP_TASKS_PER_NODE": "4"}).master_addr is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a", "a"), ("a,b", "a"), ("a[1-3]", "a1"), ("a[07,9]x,b", "a07x"), ("r[0-1]n[4-9]", "r0n4"), ("", "")],
+)
+def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
 
 
 def test_requeued_slurm_job_is_another_start() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 import evenstep
-from evenstep.environment import World
 from evenstep.errors import MachineError, UsageError
 from evenstep.train import world
 from tests.ranks import run_ranks
@@ -92,10 +90,3 @@ def test_torch_is_left_as_it_was(tmp_path: Path) -> None:
     with evenstep.start(global_batch=8, run=tmp_path / "run"):
         assert torch.are_deterministic_algorithms_enabled()
     assert (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()) == before
-
-
-def test_no_rank_0_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(world, "_MEET_SECONDS", 0.05)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(MachineError, match="found no rank 0"):
-        world._meet(World(1, 2, 1, 2, "mpi", None, None, "nobody"))

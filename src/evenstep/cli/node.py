@@ -16,8 +16,8 @@ from evenstep.cli import exits, preflight
 from evenstep.cli.report import say, tell_own_failure
 from evenstep.environment import Settings
 from evenstep.errors import EvenstepError
+from evenstep.interfaces import address_towards
 from evenstep.launch.gate import Line
-from evenstep.launch.interfaces import address_towards
 from evenstep.launch.local import Script
 from evenstep.launch.several import run_for_hub
 from evenstep.record.paths import RunPaths

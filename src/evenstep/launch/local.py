@@ -19,9 +19,9 @@ from typing import Any
 
 from evenstep.environment import LAUNCH, Settings, write_settings
 from evenstep.errors import EvenstepError, MachineError, UsageError
+from evenstep.interfaces import interface_of
 from evenstep.launch import fork_server, kinship
 from evenstep.launch.failures import Exit, Failure, Uncaught, error_path, first_failure, read_uncaught
-from evenstep.launch.interfaces import interface_of
 from evenstep.launch.job import Job, to_json
 from evenstep.launch.nodes import Fault, Link, Spoke, Start
 from evenstep.launch.output import Log, Stream, open_streams, resize

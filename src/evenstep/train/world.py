@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.utils.deterministic as deterministic
-from torch._C._distributed_c10d import Store, TCPStore
 
 from evenstep.environment import World
 from evenstep.errors import MachineError, UsageError
 from evenstep.record.identity import Scalar
 from evenstep.train.meeting import Meeting, by_value, ranks_text
+from evenstep.train.rendezvous import meet
 
 TORCH_RANGE = ((2, 13), (2, 15))  # from the first, below the second; pyproject.toml says the same
 BACKENDS = ("auto", "gloo", "nccl", "mpi", "ucc")
-_MEET_SECONDS = 120.0  # how long srun's and mpirun's processes look for rank 0
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ def connect(world: World, backend: str, device: torch.device) -> Ground:
         whole = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
         try:
             if world.master_addr is None or world.master_port is None:
-                dist.init_process_group(whole, store=_meet(world), rank=world.rank, world_size=world.world_size)
+                dist.init_process_group(whole, store=meet(world), rank=world.rank, world_size=world.world_size)
             else:
                 dist.init_process_group(whole, init_method="env://", rank=world.rank, world_size=world.world_size)
         except (RuntimeError, OSError) as error:
@@ -131,44 +127,6 @@ def disconnect(ground: Ground) -> None:
     """Leaves the process groups that `connect` made."""
     if ground.made_group and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _meet(world: World) -> Store:
-    """srun and mpirun give no address: rank 0 takes a free port and says it in a file that this start alone shares."""
-    if world.job is None:
-        raise UsageError(
-            f"rank {world.rank} of {world.world_size} was given no MASTER_ADDR and MASTER_PORT, nor a job to meet in",
-            do="start the script with `evenstep run`, torchrun, srun or mpirun",
-        )
-    name = "".join(c if c.isalnum() or c in "-_." else "_" for c in world.job)
-    folder = Path(tempfile.gettempdir()) / f"evenstep-{os.getuid()}-{name}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise MachineError(f"{folder} belongs to another user", do="set TMPDIR to a folder of your own")
-    place = folder / "port"
-    if world.rank == 0:
-        store = TCPStore("127.0.0.1", 0, world.world_size, is_master=True, wait_for_workers=False)
-        aside = folder / f"port.{os.getpid()}"
-        aside.write_text(str(store.port))
-        os.replace(aside, place)
-        return _forget(store, world, folder)
-    deadline = time.monotonic() + _MEET_SECONDS
-    while not place.exists():
-        if time.monotonic() > deadline:
-            raise MachineError(
-                f"rank {world.rank} found no rank 0 on this host within {_MEET_SECONDS:.0f} s (looked for {place})",
-                do="processes on several hosts need MASTER_ADDR and MASTER_PORT",
-            )
-        time.sleep(0.01)
-    return _forget(TCPStore("127.0.0.1", int(place.read_text()), world.world_size, is_master=False), world, folder)
-
-
-def _forget(store: TCPStore, world: World, folder: Path) -> Store:
-    """Once all have found the store the file has done its work."""
-    if store.add("evenstep/found", 1) == world.world_size:
-        (folder / "port").unlink(missing_ok=True)
-        folder.rmdir()
-    return store
 
 
 def hold_arithmetic(exact: bool, threads: int) -> Callable[[], None]:

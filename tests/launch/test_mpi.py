@@ -1,0 +1,69 @@
+"""mpirun on two hosts."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import Hosts, hosts, needs_hosts
+from tests.launch.launching import Result, evenstep, write_script
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+    import sys, torch, evenstep
+    from torch.nn.functional import mse_loss
+    from torch.utils.data import TensorDataset
+    run = evenstep.start(global_batch=6, micro_batch=1, seed=1, run=sys.argv[1])
+    model = run.prepare(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in run.steps(TensorDataset(torch.ones(24, 4), torch.ones(24, 1)), epochs=1):
+        step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Hosts]:
+    needs_hosts()
+    with hosts(2) as made:
+        yield made
+
+
+def mpirun(made: Hosts, folder: Path, kind: str, *words: object, per_host: str) -> Result:
+    """Run the command in one process for each place of `per_host`, started on host 1."""
+    program = shutil.which(f"mpirun.{kind}")
+    if program is None:
+        pytest.skip(f"there is no mpirun.{kind} (apt install {kind if kind == 'mpich' else 'openmpi-bin'})")
+    agent = folder / "agent"  # what mpirun takes for ssh: it enters the other host
+    agent.write_text(
+        "#!/bin/sh\nwhile case $1 in -*) true;; *) false;; esac; do shift; done\nhost=$1; shift\n"
+        f'exec ip netns exec {made.prefix}h${{host#host}} unshare --uts sh -c "hostname $host; $*"\n'
+    )
+    agent.chmod(0o700)
+    options: list[object]
+    if kind == "openmpi":
+        options = ["--allow-run-as-root", "--oversubscribe", "--host", per_host, "--mca", "plm_rsh_agent", agent]
+        for part in ("oob", "btl"):
+            options += ["--mca", f"{part}_tcp_if_include", "eth0"]
+    else:
+        count = sum(int(one.rpartition(":")[2]) for one in per_host.split(","))
+        options = ["-launcher", "rsh", "-launcher-exec", agent, "-iface", "eth0", "-hosts", per_host, "-n", count]
+    env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    return made.start(1, program, *options, *words, folder=folder, env=env).wait(110)
+
+
+@pytest.mark.parametrize(("kind", "per_host"), [("openmpi", "host1:2,host2:1"), ("mpich", "host1:1,host2:1")])
+def test_the_fingerprint_of_one_process(two: Hosts, tmp_path: Path, kind: str, per_host: str) -> None:
+    write_script(tmp_path, SCRIPT)
+    alone = evenstep(tmp_path, "run", "--run", "alone", "script.py", "alone")
+    done = mpirun(two, tmp_path, kind, sys.executable, "script.py", "run", per_host=per_host)
+    assert done.code == 0, done
+    assert f"{3 if kind == 'openmpi' else 2} processes" in done.err
+    assert done.out.splitlines()[-1] == alone.out.splitlines()[-1]
+    assert "fingerprint" in done.out
