@@ -72,21 +72,42 @@ _OPTIONS = (
         "--nproc-per-node",
         "--nproc_per_node",
         "processes",
+        envvar="PET_NPROC_PER_NODE",
         metavar="N",
         callback=_processes,
         help="Training processes; also gpu, cpu or auto. Default: all visible GPUs, else one.",
     ),
     click.option(
-        "--nodes", "--nnodes", "nodes", callback=_nodes, metavar="N", help="Hosts, each started by this command."
+        "--nodes",
+        "--nnodes",
+        "nodes",
+        envvar="PET_NNODES",
+        callback=_nodes,
+        metavar="N",
+        help="Hosts, each started by this command.",
     ),
     click.option(
-        "--node-rank", "--node_rank", type=click.IntRange(min=0), metavar="K", help="Which of them this is, from 0."
+        "--node-rank",
+        "--node_rank",
+        envvar="PET_NODE_RANK",
+        type=click.IntRange(min=0),
+        metavar="K",
+        help="Which of them this is, from 0.",
     ),
     click.option(
-        "--master-addr", "--master_addr", metavar="ADDRESS", help="An address of node 0 that all hosts reach."
+        "--master-addr",
+        "--master_addr",
+        envvar="PET_MASTER_ADDR",
+        metavar="ADDRESS",
+        help="An address of node 0 that all hosts reach.",
     ),
     click.option(
-        "--master-port", "--master_port", type=click.IntRange(1, 65535), metavar="PORT", help="A free port of node 0."
+        "--master-port",
+        "--master_port",
+        envvar="PET_MASTER_PORT",
+        type=click.IntRange(1, 65535),
+        metavar="PORT",
+        help="A free port of node 0.",
     ),
     click.option(
         "--join-timeout",

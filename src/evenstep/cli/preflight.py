@@ -6,6 +6,7 @@ import difflib
 import errno
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from evenstep.environment import LAUNCH, TOKEN, read_world
@@ -27,6 +28,8 @@ def refuse_nested() -> None:
             "this is already a process of `evenstep run` (EVENSTEP_LAUNCH is set), and it was asked to start another",
             do="give the script itself to `evenstep run`, not a command that calls `evenstep run`",
         )
+    if _by_operator(environ):
+        return
     if "RANK" in environ:
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "another launcher, or by hand"
         raise UsageError(
@@ -40,6 +43,11 @@ def refuse_nested() -> None:
             f"{starter} starts `evenstep run` {world.world_size} times: a launcher inside a launcher",
             do=f"give the script itself to {starter} ({starter} ... python script.py); evenstep finds its place",
         )
+
+
+def _by_operator(environ: Mapping[str, str]) -> bool:
+    """Whether this is a pod of a PyTorchJob, where RANK counts pods; torchrun's processes, too, have LOCAL_RANK."""
+    return "LOCAL_RANK" not in environ and environ.get("RANK", "none") == environ.get("PET_NODE_RANK")
 
 
 def check_script(name: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from evenstep.cli import exits, preflight
+from evenstep.cli import exits, kubernetes, preflight
 from evenstep.cli.options import Launch, launch_options, read_launch
 from evenstep.cli.report import say, tell_failure, tell_hosts, tell_signal
 from evenstep.launch.local import run_alone
@@ -21,6 +21,7 @@ from evenstep.launch.several import run_on_nodes
     "128 + number for a signal (130: Ctrl-C).",
 )
 @launch_options
+@kubernetes.options
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
@@ -29,7 +30,12 @@ def run(words: list[str], /, script: str, arguments: tuple[str, ...], **options:
 
     SCRIPT is a training script, as for python: one that uses evenstep, or any that reads RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR and MASTER_PORT.
+
+    In a pod of Kubeflow's operators, what is not said here is read from PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR,
+    PET_MASTER_PORT and PET_NPROC_PER_NODE, as torchrun does.
     """
+    if kubernetes.is_asked():
+        return kubernetes.launch()
     preflight.refuse_nested()
     if not options["as_module"]:
         preflight.check_script(script)

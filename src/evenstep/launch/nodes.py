@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.launch.gate import Knock, Line, Message, StrangerError, call, socket_line
@@ -539,9 +540,9 @@ class Spoke(Link):
 class Gate:
     """Where a hub listens. Who cannot prove that it knows the token is turned away, and said once."""
 
-    def __init__(self, address: str, port: int, token: str, say: Say) -> None:
+    def __init__(self, address: str, port: int, token: str, say: Say, patience: float = 0.0) -> None:
         self.where = f"{address}:{port}"
-        self.listener = _listen(address, port)
+        self.listener = _listen(address, port, say, patience)
         self.address = str(self.listener.getsockname()[0])
         self._token, self._say = token, say
         self._strangers: Counter[str] = Counter()
@@ -638,14 +639,9 @@ def tell_node_0(nodes: Nodes, host: str) -> None:
         return
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def _listen(address: str, port: int, say: Say, patience: float) -> socket.socket:
     """Listen on the one address that was named."""
-    try:
-        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise UsageError(
-            f"--master-addr {address} is no host that this one knows: {error.strerror}", do="give its address"
-        ) from error
+    family, place = _find(address, port, say, patience)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -666,3 +662,22 @@ def _listen(address: str, port: int) -> socket.socket:
             ) from error
         raise MachineError(f"cannot listen at {address}:{port}: {error.strerror}") from error
     return listener
+
+
+def _find(address: str, port: int, say: Say, patience: float) -> tuple[socket.AddressFamily, Any]:
+    """Where that is. A name may be known a little later than its host is there: a pod's, in Kubernetes."""
+    began = time.monotonic()
+    next_word = began + _SAY_AFTER
+    while True:
+        try:
+            family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            return family, place
+        except socket.gaierror as error:
+            why = error.strerror
+        now = time.monotonic()
+        if now > began + patience:
+            raise UsageError(f"--master-addr {address} is no host that this one knows: {why}", do="give its address")
+        if now > next_word:
+            say(f"waiting for the name {address} to be known here, which is node 0's: {why}")
+            next_word = now + _SAY_EVERY
+        time.sleep(BEAT)

@@ -54,7 +54,7 @@ def run_on_nodes(
         found: tuple[RunPaths, tuple[Path, ...]] | None = None
         if nodes.rank == 0:
             try:
-                gate = Gate(nodes.address, nodes.port, nodes.token, say)
+                gate = Gate(nodes.address, nodes.port, nodes.token, say, nodes.patience)
             except UsageError:
                 tell_node_0(nodes, host)  # if this is not node 0's host, that one waits for the others
                 raise

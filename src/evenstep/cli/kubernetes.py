@@ -1,0 +1,174 @@
+"""`evenstep run --kubernetes`: its options, and what they become."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from evenstep.cli import exits, preflight
+from evenstep.cli.report import say
+from evenstep.environment import TOKEN
+from evenstep.errors import UsageError
+from evenstep.launch.kubectl import Cluster
+from evenstep.launch.kubernetes import KINDS, Asked, manifests, to_yaml
+
+Decorated = TypeVar("Decorated", bound=Callable[..., object])
+_HERE = "evenstep.kubernetes"  # in the context's meta
+# Options of run that the manifests say in their own way, and those that make no sense in a cluster.
+_SAID = {"nodes", "processes", "run_directory", "master_port"}
+_ELSEWHERE = {"node_rank", "master_addr", "hosts", "hostfile", "standalone"}
+
+
+def _keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
+    """Options of Kubernetes are no arguments of `run`."""
+    ctx.meta.setdefault(_HERE, {})[param.name] = value
+
+
+def _option(*names: str, **rest: Any) -> Callable[[Decorated], Decorated]:
+    return click.option(*names, expose_value=False, callback=_keep, **rest)
+
+
+_OPTIONS = (
+    _option("--kubernetes", is_flag=True, help="Run in a Kubernetes cluster, a pod a node, by kubectl."),
+    _option("--image", metavar="IMG", help="With --kubernetes: the container image. It has evenstep and the script."),
+    _option("--mount-script", is_flag=True, help="The script, one file, is taken from here instead (a ConfigMap)."),
+    _option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of each pod."),
+    _option("--claim", metavar="CLAIM", help="PersistentVolumeClaim for the run directory, that all pods can write."),
+    _option("--volume", multiple=True, metavar="CLAIM:PATH", help="Another one, with data; may be repeated."),
+    _option("--name", metavar="NAME", help="Of the job.  [default: the script's, and a random end]"),
+    _option("--namespace", metavar="NS", help="Namespace.  [default: kubectl's]"),
+    _option("--kind", type=click.Choice(KINDS), default="job", show_default=True, help="What runs the pods."),
+    _option("--secret", metavar="NAME", help="A Secret with the run's token (key: token).  [default: a new one]"),
+    _option("--grace", type=click.IntRange(min=1), default=120, metavar="S", show_default=True,
+            help="Seconds that an evicted pod has for its step and checkpoint."),
+    _option("--dry-run", is_flag=True, help="Print the manifests, and do nothing."),
+)  # fmt: skip
+
+
+def options(command: Decorated) -> Decorated:
+    """Add the options to a command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def is_asked() -> bool:
+    """Whether --kubernetes was given. UsageError for its options without it."""
+    ctx = click.get_current_context()
+    given: dict[str, Any] = ctx.meta[_HERE]
+    if given["kubernetes"]:
+        return True
+    for name in given:
+        if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise UsageError(f"--{name.replace('_', '-')} is for --kubernetes, which was not given", do="give both")
+    return False
+
+
+def launch() -> int:
+    """Print the manifests, or create them and follow the run."""
+    ctx = click.get_current_context()
+    asked = _asked(ctx, ctx.meta[_HERE])
+    if asked.claim is None:
+        say("no --claim: checkpoints, logs and the model are lost with the pods")
+    if ctx.meta[_HERE]["dry_run"]:
+        click.echo(to_yaml(manifests(asked)), nl=False)
+        if asked.token is not None:
+            say("these manifests hold the run's token: keep them as you keep passwords, or name a --secret")
+        return exits.DONE
+    cluster = Cluster(asked, say)
+    cluster.create()
+    say(f"created {asked.resource}; to stop it and remove all of it: kubectl delete {asked.everything}")
+    try:
+        why, code = cluster.follow()
+    except KeyboardInterrupt:
+        say("it goes on in the cluster")
+        return exits.by_signal(2)
+    if why is None:
+        say(f"{asked.resource} is done; its run directory: {asked.directory}")
+        return exits.DONE
+    say(f"{asked.resource} failed: {why}")
+    return code if code in (exits.SCRIPT_FAILED, exits.WRONG_USAGE) else exits.MACHINE_FAILED
+
+
+def _asked(ctx: click.Context, given: dict[str, Any]) -> Asked:
+    params = ctx.params
+    for name in _ELSEWHERE:
+        if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise UsageError(
+                f"--{name.replace('_', '-')} goes without --kubernetes, which says to each pod where it stands",
+                do="leave it out",
+            )
+    if given["image"] is None:
+        raise UsageError("--kubernetes needs --image", do="name an image that has evenstep, torch and the script")
+    script = str(params["script"])
+    gpus = given["gpus"] or 0
+    name = given["name"]
+    return Asked(
+        kind=given["kind"],
+        name=_default_name(script) if name is None else name,
+        image=given["image"],
+        options=_rest(ctx),
+        script=script,
+        arguments=params["arguments"],
+        nodes=params["nodes"] or 1,
+        processes=params["processes"] or max(1, gpus),
+        gpus=gpus,
+        port=params["master_port"] or 29500,
+        namespace=given["namespace"],
+        run=params["run_directory"],
+        claim=given["claim"],
+        volumes=tuple(map(_volume, given["volume"])),
+        text=_text(script, params["as_module"]) if given["mount_script"] else None,
+        token=None if given["secret"] else os.environ.get(TOKEN) or secrets.token_urlsafe(24),
+        secret=given["secret"],
+        grace=given["grace"],
+    )
+
+
+def _rest(ctx: click.Context) -> tuple[str, ...]:
+    """The options that the command in each pod is given too."""
+    words: list[str] = []
+    for param in ctx.command.params:
+        name = param.name
+        if not isinstance(param, click.Option) or name not in ctx.params or name in _SAID:
+            continue
+        if ctx.get_parameter_source(name) != ParameterSource.COMMANDLINE:
+            continue
+        value = ctx.params[name]
+        if param.is_flag:
+            words.append(param.opts[0] if value else param.secondary_opts[0])
+        else:
+            words += [param.opts[0], str(value)]
+    return tuple(words)
+
+
+def _text(script: str, as_module: bool) -> str:
+    """The script's own."""
+    if as_module:
+        raise UsageError("--mount-script takes a script, not a module", do="copy the module into the image")
+    preflight.check_script(script)
+    try:
+        return Path(script).read_text(encoding="utf-8")
+    except (IsADirectoryError, UnicodeDecodeError):
+        raise UsageError(
+            f"--mount-script takes one file of text, and {script} is not", do="copy it into the image"
+        ) from None
+
+
+def _volume(text: str) -> tuple[str, str]:
+    claim, colon, path = text.partition(":")
+    if not claim or not colon or not path.startswith("/"):
+        raise UsageError(f"--volume {text!r} is no claim with its place in the container", do="as in data:/data")
+    return claim, path
+
+
+def _default_name(script: str) -> str:
+    stem = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")[:24].strip("-")
+    return f"{stem if stem[:1].isalpha() else 'run'}-{secrets.token_hex(3)}"
