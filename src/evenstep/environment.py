@@ -20,6 +20,9 @@ LAUNCH = "EVENSTEP_LAUNCH"
 TOKEN = "EVENSTEP_TOKEN"
 """What the launchers of several hosts must all know. Never given to training processes, nor on a command line."""
 
+SSH = "EVENSTEP_SSH"
+"""The ssh client and its first options, as in GIT_SSH_COMMAND: `ssh -F file`. Default: ssh."""
+
 NOTICES = "EVENSTEP_NOTICES"
 """The descriptor on which a training process tells its launcher these things, each with its rank, a line each."""
 TAKES_SIGNALS = "takes signals"  # SIGTERM and the like ask it to stop after its step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import sys
 from dataclasses import fields
@@ -17,16 +18,21 @@ from evenstep.cli.report import say, tell_own_failure
 from evenstep.environment import Settings
 from evenstep.errors import EvenstepError
 from evenstep.interfaces import address_towards
+from evenstep.launch import copies
 from evenstep.launch.gate import Line
 from evenstep.launch.local import Script
 from evenstep.launch.several import run_for_hub
 from evenstep.record.paths import RunPaths
+
+_PATIENCE = 30.0  # seconds to be told what to do; the connection may be cut
 
 
 @click.command(hidden=True)
 def node() -> int:
     """Do one host's part of a launch."""
     told = json.loads(_first_line())
+    if copies.serve(told):
+        return exits.DONE
     os.environ.update(told["environment"])
     line = Line(os.dup(0), os.dup(1), lambda: None)
     outputs = _own_outputs()
@@ -49,7 +55,8 @@ def node() -> int:
             address=_address(told),
             make_paths=make_paths,
             tell=lambda outcome, paths: tell_own_failure(outcome, paths, told["node"], show_all=told["show"] == "all"),
-            files_back=not Path(told["probe"]).exists(),
+            shared=Path(told["probe"]).exists(),
+            run_id=told["run_id"],
             show="none" if told["node"] and told["show"] != "all" else told["show"],
             say=say,
         )
@@ -62,7 +69,8 @@ def _first_line() -> bytes:
     """Byte by byte, since what follows belongs to the line of messages."""
     found = b""
     while not found.endswith(b"\n"):
-        byte = os.read(0, 1)
+        ready, _, _ = select.select([0], [], [], _PATIENCE)
+        byte = os.read(0, 1) if ready else b""
         if not byte:
             sys.exit(exits.WRONG_USAGE)
         found += byte
@@ -86,7 +94,7 @@ def _own_outputs() -> tuple[int, int]:
 def _address(told: dict[str, Any]) -> str:
     """This host's own address, as the others reach it: as ssh did, or else on the way to another host."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
-    if told["address"]:
+    if told["address"] and told["node"] == 0:
         return str(told["address"])
     if len(connection) == 4 and told["nodes"] > 1:
         return connection[2]

@@ -66,7 +66,7 @@ def run(words: list[str], /, script: str, arguments: tuple[str, ...], **options:
 def _on_hosts(launch: Launch, words: list[str]) -> int:
     """By ssh, from here."""
     assert launch.hosts is not None
-    paths, _ = preflight.run_paths(launch.settings.run, launch.script.name)
+    paths, made = preflight.run_paths(launch.settings.run, launch.script.name)
     told = {
         "script": launch.script.name,
         "as_module": launch.script.as_module,
@@ -75,7 +75,7 @@ def _on_hosts(launch: Launch, words: list[str]) -> int:
         "show": launch.output,
         "address": launch.address,
     }
-    ended = run_on_hosts(launch.hosts, by_ssh, paths, told, patience=launch.patience, say=say)
+    ended = run_on_hosts(launch.hosts, by_ssh, paths, told, made=made, patience=launch.patience, say=say)
     if ended.signal is not None:
         tell_signal(ended.signal, paths, words)
         return exits.by_signal(ended.signal)

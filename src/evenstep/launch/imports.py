@@ -24,6 +24,7 @@ class Imports:
     installed: tuple[str, ...]  # dotted names under site-packages, imported whenever the script runs, in order
     uses_evenstep: bool  # anywhere, also inside functions
     readable: bool = True  # False: some file is not Python, so nobody knows what it asks for
+    own: tuple[Path, ...] = ()  # the files of the script and of those modules
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,13 @@ def scan_module(name: str, cwd: Path) -> Imports:
 def _scan(sources: list[_Source], search: list[str]) -> Imports:
     installed: dict[str, None] = {}
     uses_evenstep, readable = False, True
-    seen: set[Path] = set()
+    seen: dict[Path, None] = {}
     queue = list(sources)
     while queue:
         source = queue.pop(0)
         if source.path in seen:
             continue
-        seen.add(source.path)
+        seen[source.path] = None
         tree = _parse(source.path)
         if tree is None:
             readable = False
@@ -79,7 +80,7 @@ def _scan(sources: list[_Source], search: list[str]) -> Imports:
                     installed[found.name] = None
             elif not _is_standard(spec):
                 queue.extend(_own_sources(found.name, search))
-    return Imports(tuple(installed), uses_evenstep, readable)
+    return Imports(tuple(installed), uses_evenstep, readable, tuple(seen))
 
 
 def _parse(path: Path) -> ast.Module | None:

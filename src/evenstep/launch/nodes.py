@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from evenstep.errors import EvenstepError, MachineError, UsageError
@@ -87,6 +87,7 @@ class About:
     nodes: int
     address: str = ""  # its own, as the others reach it
     port: int = 0  # a free one, for rank 0's store
+    copy: Mapping[str, Any] = field(default_factory=dict)  # of the run directory (copies.Copy); of hosts by ssh
 
 
 @dataclass
@@ -252,22 +253,26 @@ class Hub(Link):
         """Until every node has said what it has."""
         began = time.monotonic()
         next_word = began + _SAY_AFTER
-        while self._missing():
+        while (missing := self._missing()) or not self._prepared():
             if self._closing:
                 return
             now = time.monotonic()
-            if now > began + self._patience:
+            if missing and now > began + self._patience:
                 self._end_all(
                     MachineError(
-                        f"{self._missing()} did not come within {self._patience:.0f} s",
+                        f"{missing} did not come within {self._patience:.0f} s",
                         do=f"start the same command there with its --node-rank, and see that it reaches {self.where}",
                     )
                 )
-            if now > next_word:
-                self._say(f"waiting {f'at {self.where} ' if self.where else ''}for {self._missing()}")
+            if missing and now > next_word:
+                self._say(f"waiting {f'at {self.where} ' if self.where else ''}for {missing}")
                 next_word = now + _SAY_EVERY
             self._turn(0.2)
             self._sweep_gate()
+            for member in list(self._members.values()):
+                member.line.send(beat=True)
+                if time.monotonic() - member.line.heard > SILENCE:
+                    self._lost_early(member, _SILENT)
         abouts = {k: member.about for k, member in self._members.items()}
         if self._own is not None:
             abouts[0] = self._own
@@ -353,6 +358,10 @@ class Hub(Link):
         member = self._members[about.node] = Member(about, line)
         self._listen_to(line, lambda: self._hear(member))
 
+    def _prepared(self) -> bool:
+        """All have come: whether they may begin."""
+        return True
+
     def _gone_before(self, line: Line) -> None:
         """A connection ended before it had said who it is."""
 
@@ -381,8 +390,8 @@ class Hub(Link):
                 do=f"number the {self.count} nodes from 0 to {self.count - 1}, one each",
             )
         for other in here.values():
-            for name, theirs in about.same.items():
-                ours = other.same.get(name)
+            for name in {**other.same, **about.same}:
+                ours, theirs = (said.same.get(name, "none") for said in (other, about))
                 if ours != theirs:
                     return UsageError(
                         f"{name} differs: {ours} on {other.host} (node {other.node}), "
@@ -401,8 +410,7 @@ class Hub(Link):
         messages = member.line.receive()
         if messages is None:
             if not self._begun.is_set():
-                self._drop(member)  # it may come again
-                self._say(f"node {member.about.node} ({member.about.host}) has gone again")
+                self._lost_early(member, "its launcher has ended")
             elif member.done or self.fault is not None:
                 self._drop(member)
             else:
@@ -415,6 +423,11 @@ class Hub(Link):
                 self._suspected(Fault(**message["fault"]))
             else:
                 self._take(message)
+
+    def _lost_early(self, member: Member, what: str) -> None:
+        """Before the beginning. It may come again."""
+        self._drop(member)
+        self._say(f"node {member.about.node} ({member.about.host}) has gone again: {what}")
 
     def _suspected(self, fault: Fault) -> None:
         if not fault.secondary:
@@ -463,9 +476,9 @@ class Spoke(Link):
         """This host cannot begin: all of them learn why. Before `join`, which raises it."""
         self._refusal = error
 
-    def send_file(self, name: str, data: bytes) -> None:
-        """Give the hub a file of the run directory."""
-        self._post(file=name, data=base64.b64encode(data).decode())
+    def tell_hub(self, **message: object) -> None:
+        """Something that the hub's `_take` understands."""
+        self._post(**message)
 
     def _carry(self, descriptor: int, to: int) -> None:
         if self._line is None or self._line.is_full:
@@ -497,6 +510,8 @@ class Spoke(Link):
             self._turn(BEAT)
             self._send_mail(line)
             line.send(beat=True)
+            if not self._begun.is_set() and time.monotonic() - line.heard > SILENCE:
+                raise MachineError(f"nothing was heard from {self._hub} for {SILENCE:.0f} s", do="see the network")
             if self._begun.is_set() and not self._over.is_set() and time.monotonic() - line.heard > SILENCE:
                 self._failed(Fault(0, self._hub, _SILENT))
                 self._over.set()

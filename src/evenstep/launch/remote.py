@@ -22,14 +22,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenstep.errors import MachineError, UsageError
+from evenstep.environment import SSH, TOKEN
+from evenstep.errors import EvenstepError, MachineError, UsageError
+from evenstep.launch.copies import Copy, run_id
 from evenstep.launch.gate import Line, Message
-from evenstep.launch.nodes import Fault, Hub, Say
+from evenstep.launch.home import Home
+from evenstep.launch.nodes import Fault, Hub, Member, Say
 from evenstep.launch.output import write_all
 from evenstep.launch.taking import signals_to
+from evenstep.launch.undo import take_back
 from evenstep.record.paths import RunPaths
+from evenstep.record.publish import write_whole
 
-_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+# Nobody is there to answer a question. A connection that is cut before our own beats go over it ends by itself.
+_SSH_OPTIONS = [
+    "-T",
+    *("-o", "BatchMode=yes"),
+    *("-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=3"),
+    *("-o", "ServerAliveCountMax=2"),
+]
 _LAST_WORDS = 30.0  # seconds for logs to come back
 _FORWARDED = re.compile(r"^(EVENSTEP_|PYTHON|OMP_|MKL_|OPENBLAS_|NCCL_|GLOO_|TORCH|CUDA_|HF_|PATH$|LD_LIBRARY_PATH$)")
 
@@ -90,9 +102,10 @@ Transport = Callable[[Host], list[str]]
 
 def by_ssh(host: Host) -> list[str]:
     """The system's ssh client, so that the user's configuration, agent and jump hosts count."""
-    if shutil.which("ssh") is None:
-        raise UsageError("there is no ssh client on this host", do="install openssh-client")
-    return [*_SSH, "--", host.name]
+    client = shlex.split(os.environ.get(SSH, "")) or ["ssh"]
+    if shutil.which(client[0]) is None:
+        raise UsageError(f"there is no ssh client {client[0]} on this host", do=f"install openssh-client, or see {SSH}")
+    return [*client, *_SSH_OPTIONS, "--", host.name]
 
 
 @dataclass(frozen=True)
@@ -109,19 +122,25 @@ def run_on_hosts(
     paths: RunPaths,
     job: Mapping[str, Any],
     *,
+    made: Sequence[Path],
     patience: float,
     say: Say,
 ) -> Ended:
     """Start a launcher on every host, give it its part, carry output and logs here, and wait for the end.
 
-    `job` is what every host is told (see cli/node.py). UsageError and MachineError for what keeps them from beginning.
+    `job` is what every host is told (see cli/node.py). UsageError and MachineError for what keeps them from beginning;
+    then the folders that were `made` for this launch are removed again.
     """
     with ExitStack() as stack:
+        stack.push(lambda kind, error, trace: take_back(paths, made) if isinstance(error, EvenstepError) else None)
         probe = paths.root / f"probe-{secrets.token_hex(4)}"
         probe.touch()
         stack.callback(probe.unlink, missing_ok=True)
-        hub = _Hub(hosts, paths, say, patience)
+        name = run_id(paths) or secrets.token_hex(8)
+        write_whole(paths.run_id, name.encode())
+        hub = _Hub(hosts, transport, paths, name, say, patience)
         stack.callback(hub.close)
+        stack.callback(hub.home.stop)
         for node, host in enumerate(hosts):
             told = {
                 **job,
@@ -130,42 +149,56 @@ def run_on_hosts(
                 "processes": host.processes,
                 "peer": hosts[1 if node == 0 and len(hosts) > 1 else 0].name,
                 "run": str(paths.root),
+                "run_id": name,
                 "probe": str(probe),
-                "environment": {name: value for name, value in os.environ.items() if _FORWARDED.match(name)},
+                "environment": _forwarded(),
             }
-            hub.start(host, transport, told)
-        with signals_to(hub.on_signal, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            hub.start(host, told)
+        with signals_to(hub.on_signal, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             hub.join(lambda: hub.stopped is not None)
             while not hub.wait(0.2):
                 if hub.stopped is not None and not hub.begun:
                     break
-        hub.close()
+            hub.close()
+            hub.home.finish()
         return Ended(hub.fault, hub.stopped)
+
+
+def _forwarded() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if _FORWARDED.match(name) and name != TOKEN}
 
 
 class _Hub(Hub):
     """The hub of hosts that it has started itself."""
 
-    def __init__(self, hosts: Sequence[Host], paths: RunPaths, say: Say, patience: float) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], transport: Transport, paths: RunPaths, name: str, say: Say, patience: float
+    ) -> None:
         run = str(paths.root)
         super().__init__(len(hosts), None, socket.gethostname(), say, secrets.token_hex(8), run, patience)
         self.farewell = _LAST_WORDS
         self.stopped: int | None = None  # by which signal
-        self._paths = paths
+        self._hosts, self._transport = hosts, transport
         self._children: list[tuple[Host, subprocess.Popen[bytes]]] = []
         self._errors: dict[int, bytes] = {}  # what the transport itself said, by node
+        self.home = Home(paths, name, lambda node: self._command(hosts[node]), [host.name for host in hosts], say)
+
+    def _command(self, host: Host) -> list[str]:
+        """What starts `evenstep node` on a host."""
+        path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
+        words = ["cd", os.getcwd()], ["exec", "env", *path, sys.executable, "-P", "-m", "evenstep", "node"]
+        line = " && ".join(map(shlex.join, words))
+        return ["sh", "-c", line] if host.is_here else [*self._transport(host), line]
 
     @property
     def begun(self) -> bool:
         return self._start is not None or self._begun.is_set()
 
-    def start(self, host: Host, transport: Transport, told: Mapping[str, Any]) -> None:
+    def start(self, host: Host, told: Mapping[str, Any]) -> None:
         """Start the launcher of one host."""
         node = int(told["node"])
-        words = ["cd", os.getcwd()], ["exec", sys.executable, "-m", "evenstep", "node"]
-        line = " && ".join(map(shlex.join, words))
         child = subprocess.Popen(
-            ["sh", "-c", line] if host.is_here else [*transport(host), line],
+            self._command(host),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -204,31 +237,47 @@ class _Hub(Hub):
             )
         )
 
+    def _lost_early(self, member: Member, what: str) -> None:
+        self._drop(member)
+        self._end_all(MachineError(f"{member.about.host} was lost before the run began: {what}", do="see what it said"))
+
+    def _missing(self) -> str:
+        return ", ".join(host.name for node, (host, _) in enumerate(self._children) if node not in self._members)
+
     def _take_error(self, node: int, stream: Any) -> None:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, KeyError):  # it was closed, or read to its end already
             data = os.read(stream.fileno(), 1 << 16)
             if not data:
                 self._selector.unregister(stream)
             self._errors[node] = (self._errors[node] + data)[-4096:]
 
+    def _prepared(self) -> bool:
+        copies = {node: Copy(**member.about.copy) for node, member in self._members.items()}
+        try:
+            return self.home.prepared(copies)
+        except EvenstepError as error:
+            self._end_all(error)
+            raise
+
+    def _lost(self, member: Member, what: str) -> None:
+        super()._lost(member, what)
+        self.home.lost(member.about.node)
+
     def _take(self, message: Message) -> None:
         if "out" in message:
             write_all(message["to"], base64.b64decode(message["out"]))
-        elif "file" in message:
-            self._take_file(str(message["file"]), base64.b64decode(message["data"]))
-
-    def _take_file(self, name: str, data: bytes) -> None:
-        """A log of a host that does not share our run directory."""
-        place = (self._paths.root / name).resolve()
-        if place.is_relative_to(self._paths.root.resolve()):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(data)
+        elif "written" in message:
+            self.home.begins(message["node"], message["written"])
+        elif "checkpoints" in message:
+            self.home.has(message["checkpoints"])
 
     def on_signal(self, number: int) -> None:
         """Pass it on: the first asks, the second ends at once."""
         again = self.stopped is not None
         self.stopped = number if self.stopped is None else self.stopped
         self._post(all={"kill": True} if again else {"stop": number})
+        if again:
+            self.home.stop()
 
     def close(self) -> None:
         super().close()

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import platform
 import secrets
 import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from evenstep import __version__
 from evenstep.environment import Settings
 from evenstep.errors import EvenstepError, UsageError
-from evenstep.launch.failures import error_path
+from evenstep.launch.copies import look, written
 from evenstep.launch.gate import Line
 from evenstep.launch.local import Outcome, Say, Script, part_of, run_part
 from evenstep.launch.nodes import About, Calling, Gate, Hub, Link, Nodes, Spoke, Start, tell_node_0
 from evenstep.launch.port import reserve_port
+from evenstep.launch.sameness import same_on_all
 from evenstep.launch.undo import take_back
+from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
+from evenstep.record.publish import write_whole
 
 _LAST_WORDS = 5.0  # seconds for output to be carried to the hub
 
@@ -47,7 +46,7 @@ def run_on_nodes(
     if not nodes.token and nodes.count > 1 and nodes.rank == 0:
         say("EVENSTEP_TOKEN is not set: whoever reaches this port can join. Set it to one secret on every node")
     host = socket.gethostname()
-    same = _same(script)
+    same = same_on_all(script)
     with ExitStack() as stack:
         link: Link
         calling = Calling(nodes, say)
@@ -103,47 +102,72 @@ def run_for_hub(
     address: str,
     make_paths: MakePaths,
     tell: Callable[[Outcome, RunPaths], None],
-    files_back: bool,
+    shared: bool,
+    run_id: str,
     show: str,
     say: Say,
 ) -> Outcome:
     """Run this host's part for the launcher at the other end of `line`, which started this one.
 
-    What comes out of `outputs`, the other ends of this process's own output and error streams, is sent there, and, with
-    `files_back`, the logs of this host's processes. `tell` says what a failed process said, before that.
+    What comes out of `outputs`, the other ends of this process's own output and error streams, is sent there. `tell`
+    says what a failed process said, before that. `shared`: that launcher sees this host's run directory.
     """
     with ExitStack() as stack:
         port, keeper = reserve_port()
         stack.enter_context(keeper)
-        about = About(socket.gethostname(), processes, _same(script), node, nodes, address, port)
+        about = About(socket.gethostname(), processes, same_on_all(script), node, nodes, address, port)
+        found: tuple[RunPaths, tuple[Path, ...]] | None = None
+        unable: EvenstepError | None = None
+        try:
+            found = make_paths(None)
+            about = replace(about, copy=asdict(look(found[0], shared=shared)))
+        except EvenstepError as error:
+            unable = error
         link = Spoke(about, "the host that started it", say, lambda: line)
         stack.callback(link.close)
         for to, descriptor in enumerate(outputs, 1):
             link.carry(descriptor, to)
-        found: tuple[RunPaths, tuple[Path, ...]] | None = None
+        if unable is not None:
+            link.give_up(unable)
         try:
-            found = make_paths(None)
-        except EvenstepError as error:
-            link.give_up(error)
-        start = _interruptible(link)
+            start = _interruptible(link)
+        except EvenstepError:
+            if found is not None and not shared:
+                take_back(*found)
+            raise
         assert found is not None  # else the line above has raised
         paths, made = found
-        link.interface = address if nodes > 1 else ""
+        link.interface = (start.address if node == 0 else address) if nodes > 1 else ""
         part = part_of(start, processes, link)
         settings = replace(settings, run=str(paths.root))
-        outcome = run_part(script, paths, part, settings, made=made, show=show, say=say)
+        if not shared:
+            write_whole(paths.run_id, run_id.encode())
+            link.tell_hub(written=written(paths, part.ranks, node), node=node)
+        watch = None if shared or node else _Checkpoints(paths, link)
+        outcome = run_part(script, paths, part, settings, made=made, show=show, say=say, tick=watch)
+        if watch is not None:
+            watch()
         tell(outcome, paths)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for descriptor in (1, 2):
             os.close(descriptor)  # what is still in the pipes has an end
         link.carried.wait(_LAST_WORDS)
-        if files_back:
-            for rank in part.ranks:
-                for path in (paths.log(rank), error_path(paths.log(rank)), paths.events(rank)):
-                    with suppress(OSError):
-                        link.send_file(str(path.relative_to(paths.root)), path.read_bytes())
     return outcome
+
+
+class _Checkpoints:
+    """Tells the hub, which does not see them, of the checkpoints that rank 0 writes."""
+
+    def __init__(self, paths: RunPaths, link: Spoke) -> None:
+        self._checkpoints, self._link = Checkpoints(paths), link
+        self._told = self._checkpoints.steps()
+
+    def __call__(self) -> None:
+        steps = self._checkpoints.steps()
+        if steps != self._told:
+            self._told = steps
+            self._link.tell_hub(checkpoints=steps)
 
 
 def _interruptible(link: Link) -> Start:
@@ -158,28 +182,3 @@ def _interruptible(link: Link) -> Start:
     if start is None:
         raise KeyboardInterrupt
     return start
-
-
-def _same(script: Script) -> dict[str, str]:
-    """What must be the same on every host."""
-    return {
-        "evenstep": __version__,
-        "torch": _version("torch"),
-        "python": platform.python_version(),
-        "the script": _digest(script),
-        "the script's arguments": " ".join(script.arguments),
-    }
-
-
-def _version(package: str) -> str:
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return "none"
-
-
-def _digest(script: Script) -> str:
-    """A hash of the script's text; of a module or a folder its name."""
-    path = Path(script.name)
-    if script.as_module or not path.is_file():
-        return script.name
-    return hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()

@@ -26,6 +26,8 @@ def take_back(paths: RunPaths, made: Sequence[Path]) -> None:
     """
     if paths.root in made:
         with suppress(OSError):
+            paths.run_id.unlink()
+        with suppress(OSError):
             paths.launcher_events.unlink()
     ours = (paths.launcher_events.parent, paths.log(0).parent) if paths.root in made else ()
     for folder in (*ours, *made):

@@ -69,6 +69,11 @@ class RunPaths:
         return self.checkpoints / f"step-{step:010d}"
 
     @property
+    def run_id(self) -> Path:
+        """A random name of the run, by which copies of this directory on other hosts are known."""
+        return self.root / "run-id"
+
+    @property
     def finished(self) -> Path:
         """There once the run is done: its last step and its fingerprint."""
         return self.root / "finished.json"

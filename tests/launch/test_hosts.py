@@ -1,0 +1,197 @@
+"""Several hosts by one command, over real ssh."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import evenstep as package
+from tests.hosts import Command
+from tests.launch.launching import Result, evenstep, eventually, write_script
+from tests.ssh import SshHosts, needs_ssh, ssh_hosts
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+    import sys, time, torch, evenstep
+    from torch.nn.functional import mse_loss
+    from torch.utils.data import TensorDataset
+    import beside
+    run = evenstep.start(global_batch=8, micro_batch=1, seed=1, checkpoint_every=3)
+    model = run.prepare(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    steps = run.steps(TensorDataset(torch.ones(40, 4), torch.ones(40, 1)), epochs=int(sys.argv[1]))
+    run.restore(model=model, optimizer=optimizer)
+    print(f"rank {run.rank} got {sys.argv[3:]}", flush=True)
+    for step in steps:
+        step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    needs_ssh()
+    with ssh_hosts(3, tmp_path_factory.mktemp("ssh")) as made:
+        yield made
+
+
+def write(folder: Path) -> Path:
+    write_script(folder, "x = 1", "beside.py")
+    return write_script(folder, SCRIPT)
+
+
+def left(three: SshHosts) -> list[int]:
+    """What a launch has left on any host."""
+    return [pid for host in (1, 2, 3) for word in ("script.py", "evenstep") for pid in three.made.find(host, word)]
+
+
+def test_the_fingerprint_of_one_process_from_a_folder_with_an_odd_name(three: SshHosts, tmp_path: Path) -> None:
+    odd = ["a b", "it's", '"', "$(touch hacked)", "`touch hacked`", "", "é\n"]
+    folder = tmp_path / "a b's $(touch hacked)"
+    write(folder)
+    alone = evenstep(folder, "run", "--run", "alone", "script.py", 2, 0)
+    words = ("--hosts", "alias2:2,host3,host1", "--output", "all", "--run", "run", "script.py", 2, 0, *odd)
+    done = three.start("run", *words, folder=folder).wait()
+    assert done.code == 0, done
+    assert "4 processes" in done.err
+    assert alone.out.splitlines()[-1] in done.out.splitlines()
+    for rank in range(4):
+        assert f"{f'[{rank}] ' if rank else ''}rank {rank} got {odd}\n" in done.out
+        assert f"rank {rank} got {odd}" in (folder / "run" / "logs" / f"rank-{rank}.log").read_text()
+    assert not list(tmp_path.rglob("hacked"))
+    assert not left(three)
+
+
+def refused(three: SshHosts, folder: Path, hosts: str, env: dict[str, str] | None = None) -> Result:
+    began = time.monotonic()
+    result = three.start("run", "--hosts", hosts, "script.py", 2, 0, folder=folder, env=env).wait()
+    assert time.monotonic() - began < 20
+    assert not left(three)
+    assert not list(folder.glob("runs/*"))
+    return result
+
+
+def test_a_host_that_cannot_be_reached_is_named(three: SshHosts, tmp_path: Path) -> None:
+    write(tmp_path)
+    for host, said in (("refused", "Permission denied"), ("nowhere", "Could not resolve hostname nowhere")):
+        result = refused(three, tmp_path, f"host3,{host}")
+        assert (result.code, f"no launcher could be started on {host}" in result.err, said in result.err) == (
+            4, True, True,
+        ), result  # fmt: skip
+    result = refused(three, tmp_path, "host3,host2", {"EVENSTEP_SSH": "no-such-client"})
+    assert (result.code, "there is no ssh client no-such-client" in result.err) == (2, True)
+
+
+def test_what_differs_between_hosts_is_named(three: SshHosts, tmp_path: Path) -> None:
+    write(tmp_path)
+    site = three.private / "site"
+    source = Path(package.__file__).parents[1]
+    env = {"PYTHONPATH": f"{site}:{source}"}
+    old = f"{site}/torch-2.9.0.dist-info"
+    three.on(3, f"mkdir -p {old}; printf 'Name: torch\\nVersion: 2.9.0\\n' > {old}/METADATA")
+    result = refused(three, tmp_path, "host2,host3", env)
+    assert result.code == 2
+    assert "torch differs: " in result.err
+    assert "2.9.0 on host3" in result.err
+    three.on(3, f"rm -r {site}/*; cp -r {source}/evenstep {site}/; echo >> {site}/evenstep/errors.py")
+    result = refused(three, tmp_path, "host2,host3", env)
+    assert (result.code, "evenstep differs: " in result.err) == (2, True), result
+    three.on(3, f"rm -r {site}")
+    folder = three.private / "work"
+    write(folder)
+    three.on(2, f"cp -r {tmp_path} {folder}")
+    result = refused(three, folder, "host1,host3")
+    assert (result.code, "no launcher could be started on host3" in result.err) == (4, True), result
+    assert f"cd: {folder}: No such file" in result.err
+    three.on(3, f"cp -r {tmp_path} {folder}; echo y = 1 >> {folder}/beside.py")
+    result = refused(three, folder, "host1,host3")
+    assert (result.code, "the module beside.py differs" in result.err) == (2, True), result
+    three.on(3, f"cp {tmp_path}/beside.py {folder}; echo print >> {folder}/script.py")
+    assert "the script differs" in refused(three, folder, "host1,host3").err
+    three.on(3, f"rm {folder}/script.py")
+    assert "host3: there is no script script.py" in refused(three, folder, "host1,host3").err
+    for host in (2, 3):
+        three.on(host, f"rm -r {folder}")
+    shutil.rmtree(folder)
+
+
+def under_way(three: SshHosts, folder: Path, run: Path | str = "run", hosts: str = "host2,host3,host1") -> Command:
+    """A launch that has done some steps and written a checkpoint."""
+    write(folder)
+    command = three.start("run", "--run", run, "--hosts", hosts, "script.py", 1000, 0.02, folder=folder)
+    assert eventually(lambda: len(list((folder / run).glob("checkpoints/step-*"))) > 1)
+    return command
+
+
+def signal_launcher(three: SshHosts, number: int) -> None:
+    os.kill(three.made.find(1, "evenstep run")[-1], number)
+
+
+def test_ctrl_c_stops_all_hosts_after_a_checkpoint(three: SshHosts, tmp_path: Path) -> None:
+    command = under_way(three, tmp_path)
+    signal_launcher(three, signal.SIGINT)
+    result = command.wait()
+    assert result.code == 130, result
+    assert "to go on from step" in result.err
+    assert not left(three)
+
+
+def test_a_run_directory_that_is_not_shared(three: SshHosts, tmp_path: Path) -> None:
+    run = three.private / "run"  # each host has one of its own
+    write(tmp_path)
+    command = under_way(three, tmp_path, run, "host2,host3")
+    signal_launcher(three, signal.SIGTERM)
+    result = command.wait()
+    assert result.code == 143, result
+    step = int(result.err.rpartition("to go on from step ")[2].partition(":")[0])
+    assert (run / "checkpoints" / f"step-{step:010d}" / "manifest.json").exists()
+    assert [len(list(run.glob(f"logs/rank-{rank}.log"))) for rank in (0, 1, 2)] == [1, 1, 0]
+    # Another host in place of the first, which has nothing; this one trains too.
+    three.on(2, f"rm -r {run}/*")
+    epochs = step // 5 + 2
+    alone = evenstep(tmp_path, "run", "--run", "alone", "script.py", epochs, 0)
+    words = ("run", "--run", run, "--hosts")
+    done = three.start(*words, "host2,host3,host1", "script.py", epochs, 0, folder=tmp_path).wait()
+    assert done.code == 0, done
+    assert f"the checkpoint of step {step} goes to host2" in done.err
+    assert alone.out.splitlines()[-1] == done.out.splitlines()[-1]
+    assert (run / "model.safetensors").read_bytes() == (tmp_path / "alone" / "model.safetensors").read_bytes()
+    assert (run / "logs" / "rank-1.log").read_text().count("rank 1 got") == 2
+    assert (run / "logs" / "rank-2.log").exists()
+    three.on(3, f"echo another > {run}/run-id")
+    result = three.start(*words, "host1,host3", "script.py", 1, 0, folder=tmp_path).wait()
+    assert (result.code, "host3 does not share the run directory" in result.err) == (2, True), result
+
+
+def test_a_killed_launcher_leaves_nothing_on_any_host(three: SshHosts, tmp_path: Path) -> None:
+    command = under_way(three, tmp_path)
+    signal_launcher(three, signal.SIGKILL)
+    began = time.monotonic()
+    command.wait()
+    assert eventually(lambda: not left(three))
+    assert time.monotonic() - began < 15
+
+
+def test_a_cut_connection_ends_the_run_on_both_sides_of_it(three: SshHosts, tmp_path: Path) -> None:
+    command = under_way(three, tmp_path)
+    began = time.monotonic()
+    three.made.cut(3)
+    try:
+        result = command.wait()
+        took = time.monotonic() - began
+        assert eventually(lambda: not three.made.find(3, "script.py"))
+    finally:
+        three.made.join(3)
+    assert result.code == 4, result
+    assert "the run failed on host3 (node 1): nothing was heard from it for 4 s" in result.err
+    assert took < 20
+    assert eventually(lambda: not left(three))
