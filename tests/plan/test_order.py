@@ -1,4 +1,4 @@
-"""The shuffle: a permutation with random access in no memory, and as good as a fair one. Draws by weight."""
+"""The shuffle: a permutation with random access in no memory, and as good as a fair one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from evenstep.plan.order import SORTED, Fixed, Natural, Shuffled, fixed, weighted
+from evenstep.plan.order import SORTED, Fixed, Natural, Shuffled, fixed
 
 # The tests of fairness are deterministic: the seeds are fixed. A fair shuffle is beyond z = 4.5 once in 150 000 times.
 Z = 4.5
@@ -50,7 +50,6 @@ def test_every_index_once_and_any_part_alone(n: int, seed: int, epoch: int, data
 def test_the_order_is_the_same_on_every_machine_and_for_ever() -> None:
     assert Shuffled(10, 0).indices(0, 0, 10).tolist() == [7, 6, 4, 0, 5, 1, 8, 2, 9, 3]
     assert Shuffled(10**9, 7).indices(3, 5, 9).tolist() == [544148673, 529343134, 71178863, 285221636]
-    assert weighted([1, 2, 3, 4], 4, 7).indices(3, 0, 4).tolist() == [2, 3, 3, 2]
 
 
 @pytest.mark.parametrize("n", [2**31 - 1, 2**31, 10**9, 2**40 + 1, 2**53 + 1, 2**62])
@@ -147,43 +146,8 @@ def test_a_batch_of_a_large_epoch_is_spread_over_all_of_it() -> None:
     assert abs(z_chi_square(parity, len(rows) / 64, 63)) < Z
 
 
-@pytest.mark.parametrize("n", [3, 50, 3000])
-def test_weights_are_how_often_an_index_is_drawn(n: int) -> None:
-    weights = np.arange(1, n + 1, dtype=float) ** 1.5
-    weights[n // 2] = 0
-    order = weighted(weights.tolist(), n, seed=3, draws=20_000)
-    drawn = np.concatenate([order.indices(epoch, 0, order.length) for epoch in range(10)])
-    counts = np.bincount(drawn, minlength=n)
-    assert counts[weights == 0].sum() == 0
-    share = weights / weights.sum() * len(drawn)
-    enough = share >= 5
-    freedom = int(enough.sum()) - (1 if enough[weights > 0].all() else 0)
-    assert abs(z_chi_square(counts[enough], share[enough], freedom)) < Z
-    first = order.indices(0, 0, 20_000).astype(float)
-    assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < Z / math.sqrt(len(first))
-    assert not np.array_equal(order.indices(0, 0, 99), order.indices(1, 0, 99))
-    assert np.array_equal(order.indices(0, 50, 99), order.indices(0, 0, 99)[50:])
-
-
-@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=30), st.integers(0, 99))
-def test_zero_weights_are_never_drawn(weights: list[float], seed: int) -> None:
-    if not 0 < sum(weights) < math.inf:
-        return
-    drawn = weighted(weights, len(weights), seed, draws=300).indices(0, 0, 300)
-    assert drawn.min() >= 0
-    assert all(weights[i] > 0 for i in drawn)
-
-
-def test_a_point_at_the_very_end_belongs_to_the_last_index_with_weight() -> None:
-    order = weighted([1.0, 1.0 + 2**-52, 0.0, 0.0], 4, seed=0)
-    points = np.array([order.bounds[-1], np.nextafter(order.bounds[-1], 0)])
-    found = np.searchsorted(order.bounds, points, side="right")
-    assert found.tolist() == [4, 1]  # so it has to be brought back, which indices() does
-    assert np.searchsorted(order.bounds, order.bounds[-1], side="left") == 1
-
-
 def test_orders_are_plain_data() -> None:
-    for order in (Natural(9), Shuffled(9, 1), Shuffled(9000, 1), weighted([1] * 9, 9, 0), fixed([3, 1, 2, 2], 9)):
+    for order in (Natural(9), Shuffled(9, 1), Shuffled(9000, 1), fixed([3, 1, 2, 2], 9)):
         again = pickle.loads(pickle.dumps(order))
         assert np.array_equal(order.indices(2, 1, 4), again.indices(2, 1, 4))
         assert order.length == again.length

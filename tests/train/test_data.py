@@ -22,10 +22,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     Subset,
     TensorDataset,
     get_worker_info,
@@ -37,7 +37,8 @@ from evenstep.plan.order import Fixed, Natural, Shuffled
 from evenstep.plan.schedule import Schedule
 from evenstep.train.batch import split_batch, tensors, to_device
 from evenstep.train.data import Reader, shares
-from evenstep.train.dataset import checked_dataset, choose_order
+from evenstep.train.dataset import checked_dataset
+from evenstep.train.orders import choose_order
 from evenstep.train.randomness import kept_generators, seed_generators
 from evenstep.train.samples import MicroBatch, probe
 from tests.ranks import run_ranks
@@ -317,17 +318,18 @@ class Curriculum(Drawing):
         return index, self.epoch, self.noise, len(set(self.told)) == len(self.told)
 
 
-@pytest.mark.parametrize("subset", [False, True])
-def test_a_data_set_is_told_each_epoch_in_every_process_that_reads(subset: bool) -> None:
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_data_set_is_told_each_epoch_in_every_process_that_reads(parts: bool) -> None:
     def data() -> Any:
-        return Subset(Curriculum(9), range(8)) if subset else Curriculum(8)
+        return ConcatDataset([Subset(Curriculum(9), range(5)), Curriculum(3)]) if parts else Curriculum(8)
 
     schedule = Schedule(8, 4, 2, epochs=3)
     alone = read(data(), schedule)
     for (step, _), (_, epoch, _, once) in alone.items():
         assert epoch.tolist() == [step // 2] * 2
         assert once.all()
-    assert len({batch[2][0].item() for batch in alone.values()}) == 3
+    noises = {noise.item() for batch in alone.values() for noise in batch[2]}
+    assert len(noises) == (6 if parts else 3)  # one draw for each data set that is told
     for world_size, loaders in [(1, 2), (2, 0), (2, 1)]:
         other = read(data(), schedule, world_size, loaders)
         assert other.keys() == alone.keys()
@@ -450,6 +452,10 @@ class Late:
     """An order whose second epoch is asked for while the loader processes are being started; the first is dead then."""
 
     length = 2
+    name = "late"
+
+    def digest(self, epoch: int) -> str:
+        return ""
 
     def indices(self, epoch: int, start: int, stop: int) -> Any:
         if epoch == 1:
@@ -632,6 +638,8 @@ class NoIndex:
     ("data", "message"),
     [
         (DataLoader(TensorDataset(torch.ones(2))), "loader.dataset"),
+        ({"train": DrawingMany(3), "test": DrawingMany(2)}, r"give data\['train'\]"),
+        ((np.ones(3), np.ones(3)), "StackDataset"),
         (Stream(), "a stream has no length"),
         ((torch.ones(3), torch.ones(3)), "TensorDataset"),
         ({"x": torch.ones(3)}, "TensorDataset"),
@@ -650,84 +658,6 @@ def test_what_is_no_data_set_is_refused_with_what_to_do(data: Any, message: str)
 def test_anything_with_a_length_and_an_index_is_a_data_set() -> None:
     for data in ([1, 2], torch.ones(3, 2), np.ones((3, 2)), range(5), Drawing(3), Subset(Drawing(3), [0])):
         assert checked_dataset(data) is data
-
-
-def test_choosing_an_order() -> None:
-    data = list(range(10))
-    assert choose_order(data, seed=0, shuffle=False).indices(3, 2, 5).tolist() == [2, 3, 4]
-    assert sorted(choose_order(data, seed=0).indices(3, 0, 10)) == data
-    forms: list[Any] = [[3, 1, 3], (3, 1, 3), np.array([3, 1, 3]), torch.tensor([3, 1, 3])]
-    for form in forms:
-        order = choose_order(data, seed=0, order=form)
-        assert order.length == 3
-        assert order.indices(5, 1, 3).tolist() == [1, 3]
-    assert choose_order(data, seed=0, weights=[0.0] * 9 + [1]).indices(0, 0, 10).tolist() == [9] * 10
-    assert choose_order(data, seed=0, weights=torch.eye(10)[4]).indices(0, 0, 2).tolist() == [4, 4]
-
-
-def test_a_sampler_is_read_once_and_alike_on_every_process() -> None:
-    orders = []
-    for own in (1, 2):
-        with kept_generators():
-            seed_generators(own)
-            order = choose_order(range(10), seed=5, order=RandomSampler(range(10)))
-        orders.append(order.indices(0, 0, 10).tolist())
-        assert orders[-1] == order.indices(1, 0, 10).tolist()
-    assert orders[0] == orders[1]
-    assert sorted(orders[0]) == list(range(10))
-
-
-def test_a_function_gives_each_epoch_its_order() -> None:
-    def order(epoch: int) -> Any:
-        return torch.randperm(10)[: 6 if epoch < 2 else 5]
-
-    chosen, other = (choose_order(range(10), seed=5, order=order) for _ in range(2))
-    assert chosen.length == 6
-    first = chosen.indices(0, 0, 6).tolist()
-    assert chosen.indices(1, 0, 6).tolist() != first
-    seed_generators(1)
-    assert [other.indices(0, 0, 3).tolist(), other.indices(0, 3, 6).tolist()] == [first[:3], first[3:]]
-    with pytest.raises(UsageError, match=r"order\(2\) has 5 indices, but order\(0\) has 6"):
-        chosen.indices(2, 0, 3)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_function_that_is_none_of_the_epoch_is_refused(in_place: bool) -> None:
-    rng, indices = np.random.default_rng(0), np.arange(10)
-
-    def order(epoch: int) -> Any:
-        if in_place:
-            rng.shuffle(indices)
-            return indices
-        return rng.permutation(10)
-
-    with pytest.raises(UsageError, match=r"(?s)order\(0\) gave two different orders.*default_rng\(epoch\)"):
-        choose_order(range(10), seed=0, order=order)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"order": [0, 10]}, r"index 10 at position 1, expected 0\.\.9"),
-        ({"order": [-1]}, "index -1"),
-        ({"order": []}, "empty"),
-        ({"order": [0.5]}, "1-d sequence of integers"),
-        ({"order": [True, False]}, "flatnonzero"),
-        ({"order": [[1]]}, "1-d"),
-        ({"order": 3}, "expected a sequence"),
-        ({"order": (i for i in range(3))}, "sequence with a length"),
-        ({"order": lambda epoch: [11]}, r"order\(0\) has index 11"),
-        ({"order": [1], "weights": [1] * 10}, "both order= and weights="),
-        ({"weights": [1] * 9}, r"shape \(9,\), expected \(10,\)"),
-        ({"weights": [1] * 9 + [-1]}, r"weights\[9\] is -1.0"),
-        ({"weights": [1] * 9 + [float("nan")]}, r"weights\[9\] is nan"),
-        ({"weights": [0] * 10}, "sum of weights= is 0.0"),
-        ({"weights": ["a"] * 10}, "expected numbers"),
-    ],
-)
-def test_orders_and_weights_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        choose_order(list(range(10)), seed=0, **arguments)
 
 
 class OwnTorch(Drawing):

@@ -288,7 +288,7 @@ def test_a_changed_data_set_is_refused_at_a_resume(tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), 0.05)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
         run.restore(model=model, optimizer=optimizer, scheduler=scheduler, best=9.0, seen=[])
-        with pytest.raises(IdentityError, match="samples=20, now it is 10"):
+        with pytest.raises(IdentityError, match="samples: 20; now it is 10"):
             next(iter(run.steps([DATA[i] for i in range(10)], epochs=3)))
         run._close(failed=True)
 
@@ -633,12 +633,12 @@ def test_what_would_change_a_resume_silently(change: str, tmp_path: Path) -> Non
         with pytest.raises(UsageError, match="is driven by a OneCycleLR that restore was not given"):
             work(None)
     elif change == "order":
-        with pytest.raises(UsageError, match=r"order\(0\)"):
+        with pytest.raises(UsageError, match="two different orders for epoch 0"):
             work(None, order=lambda epoch: rng.permutation(20))
     else:
         with pytest.raises(KeyboardInterrupt):
             work(2)
-        with pytest.raises(IdentityError, match=r"made with order=\w+, now it is"):
+        with pytest.raises(IdentityError, match="made with order: shuffled; now it is not shuffled"):
             work(None, shuffle=False)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ Words = NDArray[np.uint64]
 
 ROUNDS = 12  # 4, 6 and 8 rounds fail neighbour tests
 SORTED = 1024  # up to here an epoch is sorted by keyed words: exactly uniform, and cheaper than the network
+_CHUNK = 1 << 20  # numbers at a time
 
 
 class Order(Protocol):
@@ -28,6 +29,15 @@ class Order(Protocol):
     @property
     def length(self) -> int:
         """Positions in an epoch."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """What it is, for people; two orders with one name, seed and length are the same in epoch 0."""
+        ...
+
+    def digest(self, epoch: int) -> str:
+        """Of the indices of `epoch`, as hex; "" where they follow from the name, the seed and the epoch."""
         ...
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
@@ -41,6 +51,13 @@ class Natural:
 
     length: int
 
+    @property
+    def name(self) -> str:
+        return "not shuffled"
+
+    def digest(self, epoch: int) -> str:
+        return ""
+
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         return np.arange(start, stop, dtype=np.int64)
 
@@ -52,29 +69,17 @@ class Shuffled:
     length: int
     seed: int
 
+    @property
+    def name(self) -> str:
+        return "shuffled"
+
+    def digest(self, epoch: int) -> str:
+        return ""
+
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         if self.length <= SORTED:
-            return _sorted_permutation(self.length, self.seed, epoch)[start:stop]
-        return _feistel(np.arange(start, stop, dtype=np.uint64), self.length, _words(ROUNDS, self.seed, epoch))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Weighted:
-    """Draws with replacement: index i at a position with probability weights[i] / sum(weights)."""
-
-    bounds: NDArray[np.float64]  # running sums of the weights
-    length: int
-    seed: int
-
-    def indices(self, epoch: int, start: int, stop: int) -> Indices:
-        key = _words(2, self.seed, epoch, "weighted")
-        words = _mix(_mix(np.arange(start, stop, dtype=np.uint64) + key[0]) ^ key[1])
-        points = (words >> np.uint64(11)) * (self.bounds[-1] / 2.0**53)
-        found = np.searchsorted(self.bounds, points, side="right")
-        # A point can round up to the total; it belongs to the last index that has any weight.
-        last = np.searchsorted(self.bounds, self.bounds[-1], side="left")
-        drawn: Indices = np.minimum(found, last).astype(np.int64)
-        return drawn
+            return sorted_permutation(self.length, self.seed, epoch, "sorted")[start:stop]
+        return _feistel(np.arange(start, stop, dtype=np.uint64), self.length, keyed_words(ROUNDS, self.seed, epoch))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,38 +92,15 @@ class Fixed:
     def length(self) -> int:
         return len(self.sequence)
 
+    @property
+    def name(self) -> str:
+        return f"order= {self.digest(0)}"
+
+    def digest(self, epoch: int) -> str:
+        return array_digest(self.sequence)
+
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         return self.sequence[start:stop]
-
-
-def weighted(weights: object, samples: int, seed: int, draws: int | None = None) -> Weighted:
-    """An order that draws by `weights`: 1-d, one non-negative number a sample. `draws` positions an epoch (samples)."""
-    try:
-        values = np.asarray(weights, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"weights= is {type(weights).__name__}, expected numbers, one for each of {samples} samples",
-            do="give a list, array or tensor of non-negative numbers",
-        ) from error
-    if values.shape != (samples,):
-        raise UsageError(
-            f"weights= has shape {values.shape}, expected ({samples},): one number for each sample",
-            do="compute one weight for each index of the data set",
-        )
-    bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
-    if len(bad):
-        raise UsageError(
-            f"weights[{bad[0]}] is {values[bad[0]]}, expected a finite number of at least 0"
-            + (f" ({len(bad)} such weights)" if len(bad) > 1 else ""),
-            do="give a weight of 0 to samples that must not be drawn",
-        )
-    bounds = np.cumsum(values)
-    if not 0 < bounds[-1] < math.inf:
-        raise UsageError(
-            f"the sum of weights= is {bounds[-1]}, expected a positive finite number",
-            do="give at least one sample a weight above 0",
-        )
-    return Weighted(bounds, samples if draws is None else draws, seed)
 
 
 def fixed(sequence: object, samples: int, name: str = "order=") -> Fixed:
@@ -142,21 +124,31 @@ def fixed(sequence: object, samples: int, name: str = "order=") -> Fixed:
     return Fixed(values.astype(np.int64))
 
 
-def _words(count: int, *parts: int | str) -> Words:
+def keyed_words(count: int, *parts: int | str) -> Words:
     """`count` keyed 64-bit words, the same on every machine."""
     digest = hashlib.shake_256(repr(("order", *parts)).encode()).digest(8 * count)
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
-def _mix(words: Words) -> Words:
+def mix(words: Words) -> Words:
     """splitmix64's finaliser: each bit of the result depends on each bit of the word."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
-def _sorted_permutation(length: int, seed: int, epoch: int) -> Indices:
-    return np.argsort(_words(length, seed, epoch, "sorted"), kind="stable").astype(np.int64)
+def sorted_permutation(length: int, *parts: int | str) -> Indices:
+    """A keyed permutation of 0..length-1, exactly uniform, as a list."""
+    return np.argsort(keyed_words(length, *parts), kind="stable").astype(np.int64)
+
+
+def array_digest(values: NDArray[Any]) -> str:
+    """Of numbers, as hex: one for equal integers, or equal floats, whatever their width and the machine."""
+    kind = "<i8" if values.dtype.kind in "biu" else "<f8"
+    digest = hashlib.blake2b(digest_size=8)
+    for start in range(0, len(values), _CHUNK):
+        digest.update(values[start : start + _CHUNK].astype(kind).tobytes())
+    return digest.hexdigest()
 
 
 def _feistel(positions: Words, length: int, keys: Words) -> Indices:
@@ -175,9 +167,9 @@ def _feistel(positions: Words, length: int, keys: Words) -> Indices:
         left, right = np.divmod(result[walking], grid[1])
         for number, key in enumerate(keys):
             if number % 2 == 0:
-                left = (left + _mix(right ^ key) % grid[0]) % grid[0]
+                left = (left + mix(right ^ key) % grid[0]) % grid[0]
             else:
-                right = (right + _mix(left ^ key) % grid[1]) % grid[1]
+                right = (right + mix(left ^ key) % grid[1]) % grid[1]
         result[walking] = left * grid[1] + right
         outside = result >= length
         if not outside.any():

@@ -1,18 +1,16 @@
-"""What a run reads: the user's data set, checked, and the order of its samples."""
+"""What a run reads: the user's data set, checked."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from evenstep.errors import UsageError
-from evenstep.plan.order import Indices, Natural, Order, Shuffled, fixed, weighted
-from evenstep.train.randomness import kept_generators, key, seed_generators
+from evenstep.train.samplers import instead_of, instead_of_loader
 
 
 def checked_dataset(data: Any, name: str = "data") -> Any:
@@ -20,7 +18,12 @@ def checked_dataset(data: Any, name: str = "data") -> Any:
     if isinstance(data, DataLoader):
         raise UsageError(
             f"{name} is a DataLoader; evenstep reads the data set itself, so that order and randomness are keyed",
-            do="give loader.dataset; its collate_fn becomes collate=, num_workers loaders=, and a sampler order=",
+            do=instead_of_loader(data),
+        )
+    if isinstance(data, Sampler):
+        raise UsageError(
+            f"{name} is a {type(data).__name__}, which says in what order samples are read, expected the data set",
+            do=f"give the data set, and for the {type(data).__name__}: {instead_of(data)}",
         )
     if isinstance(data, IterableDataset):
         raise UsageError(
@@ -29,10 +32,16 @@ def checked_dataset(data: Any, name: str = "data") -> Any:
         )
     if isinstance(data, tuple) and data and all(_is_array(part) for part in data):
         raise UsageError(
-            f"{name} is a tuple of {len(data)} tensors, which would be a data set of {len(data)} samples",
-            do="give torch.utils.data.TensorDataset(*tensors)",
+            f"{name} is a tuple of {len(data)} arrays, which would be a data set of {len(data)} samples",
+            do="give torch.utils.data.TensorDataset(*tensors), or StackDataset(*arrays) for arrays of numpy",
         )
     if isinstance(data, dict):
+        parts = [name for name, part in data.items() if hasattr(part, "__getitems__")]
+        if parts:  # Hugging Face's DatasetDict
+            raise UsageError(
+                f"{name} is a {type(data).__name__} of the data sets {parts}, expected one of them",
+                do=f"give {name}[{parts[0]!r}]",
+            )
         raise UsageError(
             f"{name} is a dict with the keys {list(data)[:4]}, expected samples numbered 0..len-1",
             do="give a list of samples, or torch.utils.data.TensorDataset(*tensors) for columns of tensors",
@@ -63,73 +72,3 @@ def checked_dataset(data: Any, name: str = "data") -> Any:
 
 def _is_array(part: object) -> bool:
     return isinstance(part, (torch.Tensor, np.ndarray)) and part.ndim > 0
-
-
-class PerEpoch:
-    """An order from the user's function epoch -> indices, each epoch of the same length.
-
-    It is called with keyed generators, so that torch.randperm in it gives the same on every process. UsageError if it
-    gives another order when it is asked again: a resumed run would go through other samples.
-    """
-
-    def __init__(self, function: Callable[[int], object], samples: int, seed: int) -> None:
-        self._function, self._samples, self._seed = function, samples, seed
-        self._current = 0, self._read(0)
-        self.length = len(self._current[1])
-        if not np.array_equal(self._current[1], self._read(0)):
-            raise UsageError(
-                "order(0) gave two different orders: the function draws from a generator of its own, or keeps a state, "
-                "so a resumed run would go through other samples",
-                do="let it follow from the epoch alone: torch.randperm(n), which evenstep keys, or "
-                "numpy.random.default_rng(epoch).permutation(n)",
-            )
-
-    def indices(self, epoch: int, start: int, stop: int) -> Indices:
-        if self._current[0] != epoch:
-            sequence = self._read(epoch)
-            if len(sequence) != self.length:
-                raise UsageError(
-                    f"order({epoch}) has {len(sequence)} indices, but order(0) has {self.length}",
-                    do="give every epoch the same number of indices, so that the number of steps is known",
-                )
-            self._current = epoch, sequence
-        return self._current[1][start:stop]
-
-    def _read(self, epoch: int) -> Indices:
-        with kept_generators():
-            seed_generators(key(self._seed, "order", epoch))
-            return fixed(_listed(self._function(epoch), f"order({epoch})"), self._samples, f"order({epoch})").sequence
-
-
-def choose_order(data: Any, *, seed: int, shuffle: bool = True, order: object = None, weights: object = None) -> Order:
-    """The order that the arguments of `run.steps` ask for.
-
-    `order` is a sequence of indices (list, array, tensor, or a sized iterable such as a torch Sampler, read once) or a
-    function epoch -> such a sequence. `weights` draws with replacement. Else the data set is shuffled, or not.
-    """
-    samples = len(data)
-    if order is not None and weights is not None:
-        raise UsageError("got both order= and weights=, expected one of them", do="leave one of them out")
-    if weights is not None:
-        return weighted(_listed(weights, "weights="), samples, seed)
-    if order is None:
-        return Shuffled(samples, seed) if shuffle else Natural(samples)
-    if callable(order) and not hasattr(order, "__iter__"):
-        return PerEpoch(order, samples, seed)
-    with kept_generators():
-        seed_generators(key(seed, "order"))
-        return fixed(_listed(order, "order="), samples)
-
-
-def _listed(sequence: object, name: str) -> object:
-    """`sequence` as something that numpy understands."""
-    if isinstance(sequence, torch.Tensor):
-        return sequence.detach().cpu().numpy()
-    if isinstance(sequence, (list, tuple, range, np.ndarray)):
-        return sequence
-    if isinstance(sequence, Iterable) and hasattr(sequence, "__len__"):
-        return list(sequence)
-    raise UsageError(
-        f"{name} is {type(sequence).__name__}, expected a sequence with a length",
-        do="give a list, array, tensor, or a function epoch -> list",
-    )

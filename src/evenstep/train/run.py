@@ -19,6 +19,7 @@ from torch import nn
 
 from evenstep.environment import STOPPING
 from evenstep.errors import EvenstepError, IdentityError, MachineError, Stopped, UsageError
+from evenstep.plan.bucketed import bucketed
 from evenstep.plan.grid import Grid
 from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule, StepPlan
@@ -32,7 +33,7 @@ from evenstep.train.auto import Search
 from evenstep.train.checkpoint import Saved, State
 from evenstep.train.compiling import Compiled
 from evenstep.train.data import Reader, shares
-from evenstep.train.dataset import checked_dataset, choose_order
+from evenstep.train.dataset import checked_dataset
 from evenstep.train.evaluate import evaluate, predict
 from evenstep.train.identity import check_compiled
 from evenstep.train.journal import Journal
@@ -41,6 +42,7 @@ from evenstep.train.models import Models, buffers
 from evenstep.train.norm import clip_, refuse_torch_norms
 from evenstep.train.optimizers import OptimizerWatch
 from evenstep.train.options import Asked, Devices, Options, workers
+from evenstep.train.orders import choose_order, numbers
 from evenstep.train.precision import Precision
 from evenstep.train.progress import plan_lines
 from evenstep.train.randomness import Randomness, key
@@ -53,6 +55,8 @@ from evenstep.train.trace import Trace
 from evenstep.train.world import Ground, disconnect
 
 _ORDER_SAMPLE = 64  # how many indices, from both ends of an epoch, processes compare
+_EPOCHS_ORDER = "order in this epoch"
+_ORDERS = ("order", "first and last indices", _EPOCHS_ORDER)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -80,6 +84,7 @@ class Run:
         self._journal = Journal(paths, self.rank)
         self._steps: Steps | None = None
         self._data: Any = None
+        self._agreed_epoch = -1  # the last one on whose order processes have agreed
         self._about_data: dict[str, object] = {}  # what of it must be the same after a resume
         self._cursor = 0
         self._done = 0  # optimizer steps since the start of the run
@@ -177,15 +182,20 @@ class Run:
         shuffle: bool = True,
         order: Any = None,
         weights: Any = None,
+        num_samples: int | None = None,
+        replacement: bool = True,
+        lengths: Any = None,
         collate: Callable[[list[Any]], Any] | None = None,
         loaders: int = 0,
         drop_last: bool = False,
     ) -> Steps:
         """The steps of the run over a map-style data set, for `epochs` or for a number of `steps`.
 
-        `shuffle`: another keyed permutation in every epoch. `order`: instead, a sequence of indices, or a function
-        epoch -> such a sequence (each of one length). `weights`: instead, one number a sample: len(data) draws an
-        epoch, with replacement. `collate`: list of samples -> batch (torch's default_collate). `loaders`: loader
+        `shuffle`: another keyed permutation in every epoch. `order`: instead, a sequence of indices, a function
+        epoch -> such a sequence (each of one length), or a torch Sampler, read anew for every epoch. `weights`:
+        instead, one number a sample, by which an epoch draws `num_samples` (len(data); without `replacement`: as many
+        as have a weight above 0). `lengths`: one number a sample; samples of similar length then share a micro-batch,
+        within windows of that order. `collate`: list of samples -> batch (torch's default_collate). `loaders`: loader
         processes of this process; their number changes no bit. `drop_last`: leave out the samples that do not fill a
         global batch.
 
@@ -198,10 +208,25 @@ class Run:
         if self._steps is not None:
             raise UsageError("run.steps was called twice", do="one run has one loop: give it more epochs= or steps=")
         checked_dataset(data)
-        chosen = choose_order(data, seed=self._options.seed, shuffle=shuffle, order=order, weights=weights)
         options = self._options
+        chosen = choose_order(
+            data,
+            seed=options.seed,
+            shuffle=shuffle,
+            order=order,
+            weights=weights,
+            num_samples=num_samples,
+            replacement=replacement,
+        )
         size = 1 if isinstance(options.micro_batch, str) else options.micro_batch  # 1 until it is chosen
         schedule = Schedule(chosen.length, options.global_batch, size, epochs, steps, drop_last)
+        if lengths is not None:
+            if isinstance(options.micro_batch, str):
+                raise UsageError(
+                    'got lengths= with micro_batch="auto": which samples meet follows from the micro-batch',
+                    do="give a number (--micro-batch N), with which the longest samples fit",
+                )
+            chosen = bucketed(chosen, numbers(lengths, "lengths="), len(data), schedule, options.seed)
 
         def read(mine: Iterable[MicroBatch], loaders: int) -> Reader:
             pin = self.device.type == "cuda"
@@ -337,6 +362,11 @@ class Run:
             )
         return self._options.micro_batch
 
+    @property
+    def _order(self) -> Order:
+        assert self._steps is not None
+        return self._steps.order
+
     # ---- collectives
 
     def gather(self, value: Any, to: int = 0) -> list[Any] | None:
@@ -424,7 +454,8 @@ class Run:
         self._about_data = {
             "samples": schedule.samples,
             "drop_last": schedule.drop_last,
-            "order": f"{key(*sample):x}",
+            "order": order.name,
+            "first and last indices": f"{key(*sample):x}",
         }
         first = probe(self._data, order, seed=self._options.seed)
         said = {**self._about_data, "steps": len(schedule), "first sample": first}
@@ -449,12 +480,18 @@ class Run:
             return 0
         about = self._checkpoints.about(self._checkpoint_at)
         for name, now in self._about_data.items():
-            if about[name] != now and not (name == "order" and self._options.allow_other_identity):
-                raise IdentityError(
-                    f"the checkpoint was made with {name}={about[name]}, now it is {now}: the rest would be another",
-                    do="go on with the same data set and options, or start another run directory (--run DIR)",
-                )
-        return schedule.step_at(self._cursor)
+            self._refuse_other(name, about[name], now)
+        first = schedule.step_at(self._cursor)
+        if first < len(schedule) and schedule.step(first).start > 0:
+            self._refuse_other(_EPOCHS_ORDER, about[_EPOCHS_ORDER], self._order.digest(schedule.step(first).epoch))
+        return first
+
+    def _refuse_other(self, name: str, before: object, now: object) -> None:
+        if before != now and not (name in _ORDERS and self._options.allow_other_identity):
+            raise IdentityError(
+                f"the checkpoint was made with {name}: {before}; now it is {now}: the rest would be another",
+                do="go on with the same data set and options, or start another run directory (--run DIR)",
+            )
 
     def _plan(self, schedule: Schedule) -> list[str]:
         """Who computes what, for the person who runs this."""
@@ -485,8 +522,23 @@ class Run:
             lines.append("nothing is saved and a killed run starts anew: the script does not call run.restore(...)")
         return [f"run directory {self.directory}", *lines]
 
+    def _agree_on_order(self, epoch: int) -> None:
+        """UsageError on every process where a function of the script gave them different orders for `epoch`."""
+        digest = self._order.digest(epoch)
+        if epoch == self._agreed_epoch or not digest:
+            return
+        answers = self._meeting.say(f"the order of epoch {epoch}", digest, site="")
+        for rank, answer in enumerate(answers):
+            if answer != answers[0]:
+                raise UsageError(
+                    f"order= gave rank {rank} another order for epoch {epoch} than rank 0",
+                    do="let it follow from the epoch alone, not from the rank, the time or the order of a set",
+                )
+        self._agreed_epoch = epoch
+
     def _begin_step(self, plan: StepPlan, batches: Iterator[Any]) -> Step:
         self._epoch = plan.epoch
+        self._agree_on_order(plan.epoch)
         self._randomness.begin_step(plan.number)
         open_yet = isinstance(self._options.micro_batch, str)
         step = Step(
@@ -602,6 +654,7 @@ class Run:
             "epoch": self._epoch,
             "fingerprint": fingerprint,
             **self._about_data,
+            _EPOCHS_ORDER: self._order.digest(self._epoch),
             **self._precision.state(),
         }
         began = time.monotonic()

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import default_collate
 
 from evenstep.errors import DataError, UsageError
 from evenstep.plan.order import Order
 from evenstep.train.randomness import kept_generators, key, seed_generators
+from evenstep.train.rows import columns, epoch_setter, read_many, reads_many, runs_no_code
 from evenstep.train.state import encode_tree
 
 Collate = Callable[[list[Any]], Any]
@@ -85,14 +86,14 @@ class Samples:
 
     def __init__(self, data: Any, collate: Collate | None, seed: int, *, set_epoch: bool = True) -> None:
         self.data, self._seed = data, seed
-        self._set_epoch = _epoch_setter(data) if set_epoch else None
+        self._set_epoch = epoch_setter(data) if set_epoch else None
         self._epoch: int | None = None  # the last one that the data set in this process was told
         self.at: MutableSequence[int] = [-1]
         self._collate: Collate = default_collate if collate is None else collate
         self._own_collate = collate is not None
-        self._at_once = _reads_many(data)
-        self._plain = _is_plain(data)
-        self._columns = None if self._own_collate else _columns(data)
+        self._at_once = reads_many(data)
+        self._plain = runs_no_code(data)
+        self._columns = None if self._own_collate else columns(data)
 
     @property
     def draws_nothing(self) -> bool:
@@ -132,14 +133,11 @@ class Samples:
         m = task.micro_batch
         if self._at_once:
             try:
-                seed_generators(key(self._seed, "samples", m.epoch, m.start))
-                samples = self.data.__getitems__(task.indices)
+                if not self._plain:
+                    seed_generators(key(self._seed, "samples", m.epoch, m.start))
+                return read_many(self.data, task.indices)
             except Exception as error:
                 raise _ReadFailed("samples", self._which(task), error) from error
-            if len(samples) != len(task.indices):
-                wrong = ValueError(f"__getitems__ returned {len(samples)} samples for {len(task.indices)} indices")
-                raise _ReadFailed("samples", None, wrong)
-            return list(samples)
         samples = []
         for offset, index in enumerate(task.indices):
             self.at[0] = offset
@@ -156,7 +154,7 @@ class Samples:
         """Which sample it is that `__getitems__` cannot read, if one alone makes it raise."""
         for offset, index in enumerate(task.indices):
             try:
-                self.data.__getitems__([index])
+                read_many(self.data, [index])
             except Exception:
                 return offset
         return None
@@ -259,35 +257,3 @@ def epoch_error(epoch: int, where: str, summary: str) -> DataError:
 
 def _short(indices: list[int]) -> str:
     return str(indices) if len(indices) <= 8 else f"[{', '.join(map(str, indices[:8]))}, ...]"
-
-
-def _reads_many(data: Any) -> bool:
-    """Whether `data` has a `__getitems__` of its own; a Subset has one only if what it is a subset of has one."""
-    while isinstance(data, Subset):
-        if type(data).__getitems__ is not Subset.__getitems__:
-            return True
-        data = data.dataset
-    return callable(getattr(data, "__getitems__", None))
-
-
-def _epoch_setter(data: Any) -> Callable[[int], object] | None:
-    """The `set_epoch` of `data`, or of what it is a Subset of."""
-    while isinstance(data, Subset) and not hasattr(data, "set_epoch"):
-        data = data.dataset
-    method = getattr(data, "set_epoch", None)
-    return method if callable(method) else None
-
-
-def _is_plain(data: Any) -> bool:
-    """Whether reading a sample runs no code but torch's and numpy's, and so draws nothing."""
-    while type(data) is Subset:
-        data = data.dataset
-    return type(data) in (TensorDataset, torch.Tensor, np.ndarray, list, tuple, range)
-
-
-def _columns(data: Any) -> tuple[torch.Tensor, ...] | None:
-    """The tensors whose rows are the samples of `data`, if all that is left to do is to take rows of them."""
-    if type(data) is not TensorDataset:
-        return None
-    tensors: tuple[torch.Tensor, ...] = data.tensors
-    return tensors if all(t.layout == torch.strided and t.is_contiguous() for t in tensors) else None
