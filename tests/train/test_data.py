@@ -212,6 +212,54 @@ def test_closing_does_not_wait_for_ever_for_a_sample_that_never_comes() -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_loader_process_that_gets_no_further_is_named_and_given_up(
+    pin: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in {"_LOOK": 0.05, "_SAY": 0.1, "_GIVE_UP": 0.5}.items():
+        monkeypatch.setattr(f"evenstep.train.loading.{name}", seconds)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # a stuck one ends by SIGTERM, then
+    if pin:
+        pinning_without_a_gpu(monkeypatch)
+    said: list[str] = []
+    micro_batches = shares(Schedule(9, 2, 2, epochs=1), Grid(1), 0)
+    with Reader(
+        Stuck(9), Natural(9), micro_batches, seed=0, rank=2, loaders=2, say=said.append, pin=pin, collate=list
+    ) as reader:
+        next(reader)
+        message = (
+            r"loader process 1 \(pid \d+\) has come no further for \d+ s on rank 2, "
+            r"while it read sample 3 \(position 3 of epoch 0\)(?s:.*)look at this sample"
+        )
+        with pytest.raises(DataError, match=message):
+            list(reader)
+    stuck = [line for line in said if line.endswith("while it read sample 3 (position 3 of epoch 0)")]
+    assert 1 <= len(stuck) <= 3  # after 0.1, 0.2 and 0.4 s
+    assert all(line.startswith("rank 2 has waited 0 s for loader process 1 (pid") for line in stuck)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_slow_loader_process_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, seconds in {"_LOOK": 0.05, "_SAY": 0.1, "_GIVE_UP": 60.0}.items():
+        monkeypatch.setattr(f"evenstep.train.loading.{name}", seconds)
+    os.mkfifo(tmp_path / "fifo")
+
+    class Slow(Drawing):
+        def __getitem__(self, index: int) -> Any:
+            return index if index != 3 else (tmp_path / "fifo").read_bytes()[0]
+
+    def say(line: str) -> None:
+        if "while it read sample 3" in line and not said:
+            (tmp_path / "fifo").write_bytes(b"\x07")
+            said.append(line)
+
+    said: list[str] = []
+    micro_batches = shares(Schedule(9, 2, 2, epochs=1), Grid(1), 0)
+    with Reader(Slow(9), Natural(9), micro_batches, seed=0, loaders=2, say=say) as reader:
+        assert [batch.tolist() for _, batch in reader] == [[0, 1], [2, 7], [4, 5], [6, 7], [8]]
+    assert len(said) == 1
+
+
 class Large(Drawing):
     def __getitem__(self, index: int) -> Any:
         about = get_worker_info()
@@ -493,6 +541,13 @@ def test_a_death_in_a_data_loader_of_the_users_stays_torchs_error() -> None:
         theirs._shutdown_workers()  # type: ignore[attr-defined]
 
 
+def pinning_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+
+
 class Pinned:
     """A batch that notes which thread pinned it."""
 
@@ -507,10 +562,7 @@ class Pinned:
 def test_batches_are_pinned_by_a_thread_which_keeps_nobody_when_a_process_dies(
     data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    pinning_without_a_gpu(monkeypatch)
     monkeypatch.setattr("torch.utils.data._utils.pin_memory.MP_STATUS_CHECK_INTERVAL", 0.1)
     micro_batches = shares(Schedule(9, 1, 1, epochs=1), Grid(1), 0)
     with Reader(

@@ -6,7 +6,8 @@ nor the number of loader processes shows in what comes out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -42,6 +43,9 @@ class Reader:
     A data set with a method `set_epoch(epoch)` is told each epoch before a sample of it is read, in the training
     process and in each loader process, whose copies see no other change that the script makes in its loop. With
     `set_epoch=False` (an evaluation amid the training) it stays at the epoch at which the training process has it.
+
+    A loader process that is waited for is named to `say` (by default on standard error) after 30 s, 60 s, 120 s, and so
+    on, with the sample that it reads. DataError if it has come no further for 10 minutes.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Reader:
         pin: bool = False,
         prefetch: int = 2,
         set_epoch: bool = True,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         if type(loaders) is not int or loaders < 0:
             raise UsageError(f"loaders={loaders!r}, expected a number of loader processes, 0 or more")
@@ -67,6 +72,7 @@ class Reader:
         self._rank, self._seed, self._pin = rank, seed, pin
         self._count, self._prefetch = loaders, prefetch
         self._loading: Loading | None = None
+        self._say = say or _say
         self._error: Exception | None = None  # what ended the reading
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
@@ -122,6 +128,7 @@ class Reader:
                     prefetch=self._prefetch,
                     pin=self._pin,
                     seed=self._seed,
+                    say=lambda line: self._say(f"rank {self._rank} {line}"),
                 )
             task, loader, read = next(self._loading)
         except StopIteration:
@@ -130,7 +137,10 @@ class Reader:
         except LoaderGone as gone:
             raise DataError(
                 f"{gone.how} on rank {self._rank}, {gone.doing}",
-                do="if it was killed, look for too little memory (SIGBUS: in /dev/shm) and give fewer loaders=; "
+                do="look at this sample: a file that cannot be reached, a lock, a library that does not bear a fork; "
+                "leave it out with order=, or try loaders=0, which waits for as long as it takes"
+                if gone.stuck
+                else "if it was killed, look for too little memory (SIGBUS: in /dev/shm) and give fewer loaders=; "
                 "else try loaders=0",
             ) from None
         return task, read, f"in loader process {loader}"
@@ -153,6 +163,10 @@ class Reader:
     def __del__(self) -> None:
         if getattr(self, "_loading", None) is not None:
             self.close()
+
+
+def _say(line: str) -> None:
+    print(f"evenstep: {line}", file=sys.stderr, flush=True)
 
 
 def _tasks(order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[Task]:

@@ -33,8 +33,15 @@ class Journal:
 
     def say(self, line: str) -> None:
         """A line for the person who runs this: on standard error, above the progress bar."""
-        if self._rank != 0:
-            return
+        if self._rank == 0:
+            self._tell(line)
+
+    def waits(self, line: str) -> None:
+        """What this process waits for: an event, and a line of its log whatever its rank."""
+        self.emit("waiting", line=line)
+        self._tell(line)
+
+    def _tell(self, line: str) -> None:
         text = f"evenstep: {line}"
         if self._progress is not None:
             self._progress.note(text)

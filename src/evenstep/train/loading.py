@@ -2,8 +2,9 @@
 
 torch raises from a SIGCHLD handler when a loader process is killed: a RuntimeError with a process id, wherever the
 main thread stands, be it in the middle of an optimizer step; it is silent for 5 s if the process ends with exit code 0.
-Here a death is raised where data is asked for, with the sample that was being read. And loader processes hold copies of
-our sockets, so if this process is killed they die with it: else its peers would not notice.
+Here a death is raised where data is asked for, with the sample that was being read. One that gets no further is named
+while it is waited for, and given up in the end; torch would wait for ever. And loader processes hold copies of our
+sockets, so if this process is killed they die with it: else its peers would not notice.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
@@ -33,27 +35,40 @@ from evenstep.train.samples import Failure, Samples, Task
 _LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
 _DYING = 1.0  # seconds
+_LOOK = 5.0  # seconds between two looks at loader processes that are waited for
+_SAY = 30.0  # seconds of waiting until it is said; then at twice that, and so on
+_GIVE_UP = 600.0  # seconds in which the loader process has not come to another sample
 _open: set[Loading] = set()  # whose loader processes are looked at when a child process ends
 _handling = False  # whether our handler of SIGCHLD is in place
 
 
 class LoaderGone(Exception):
-    """A loader process has ended. `how` names it, and says how it ended; `doing` says what it was at."""
+    """A loader process has ended, or is `stuck`. `how` names it and says how it is; `doing` says what it was at."""
 
-    def __init__(self, how: str, doing: str) -> None:
+    def __init__(self, how: str, doing: str, stuck: bool = False) -> None:
         super().__init__(f"{how} {doing}")
-        self.how, self.doing = how, doing
+        self.how, self.doing, self.stuck = how, doing, stuck
 
 
 class Loading:
     """An iterator of (task, number of the loader process, what `samples` read for it), in the order of `tasks`.
 
-    Each of the `count` processes reads `prefetch` tasks ahead. LoaderGone if one has ended.
+    Each of the `count` processes reads `prefetch` tasks ahead. LoaderGone if one has ended, or gets no further. `say`
+    is told, every now and then, which one is waited for.
     """
 
     def __init__(
-        self, samples: Samples, tasks: Iterable[Task], *, count: int, prefetch: int, pin: bool, seed: int
+        self,
+        samples: Samples,
+        tasks: Iterable[Task],
+        *,
+        count: int,
+        prefetch: int,
+        pin: bool,
+        seed: int,
+        say: Callable[[str], None],
     ) -> None:
+        self._say = say
         self._asked: deque[tuple[int, Task]] = deque()
         self._places = torch.full((count, 2), -1, dtype=torch.int64).share_memory_()
         self._in_main = False  # whether the main thread is waiting for them
@@ -70,6 +85,7 @@ class Loading:
                 sampler=_noted(tasks, self._asked),
                 num_workers=count,
                 prefetch_factor=prefetch,
+                timeout=_LOOK,
                 pin_memory=pin,
                 collate_fn=_as_it_is,  # else arrays would become tensors
                 worker_init_fn=functools.partial(_begin, reading, self._places, os.getpid(), dies_with_us),
@@ -93,7 +109,7 @@ class Loading:
         try:
             self._in_main = threading.current_thread() is threading.main_thread()
             self.raise_if_gone()  # before now
-            parcel = next(self._iterator)
+            parcel = self._waited_for()
         except Exception:
             self._in_main = False
             self.raise_if_gone()  # torch has errors of its own for it
@@ -106,6 +122,34 @@ class Loading:
             raise parcel.result.error
         _, task = self._asked.popleft()
         return task, parcel.loader, parcel.result
+
+    def _waited_for(self) -> Any:
+        """The next parcel. LoaderGone if the loader process that reads it stays at one place for too long."""
+        began = moved = time.monotonic()
+        say_at, before = _SAY, None
+        while True:
+            try:
+                return next(self._iterator)
+            except RuntimeError as error:
+                if "DataLoader timed out" not in str(error):
+                    raise
+            self.raise_if_gone()
+            now, loader = time.monotonic(), self._awaited()
+            place = self._places[loader].tolist()
+            if place != before:
+                before, moved = place, now
+            name = f"loader process {loader} (pid {self._processes[loader].pid})"
+            if now - moved >= _GIVE_UP:
+                raise LoaderGone(f"{name} has come no further for {now - moved:.0f} s", self._doing(loader), stuck=True)
+            if now - began >= say_at:
+                say_at *= 2
+                self._say(f"has waited {now - began:.0f} s for {name} {self._doing(loader)}")
+
+    def _awaited(self) -> int:
+        """The loader process that reads the next task, or is to read it."""
+        number = self._asked[0][0]
+        at: list[int] = self._places[:, 1].tolist()
+        return at.index(number) if number in at else number % len(at)
 
     def _wait_for_dying(self) -> None:
         """A process that dies closes its sockets a moment before it is dead."""

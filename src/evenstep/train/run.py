@@ -231,7 +231,15 @@ class Run:
         def read(mine: Iterable[MicroBatch], loaders: int) -> Reader:
             pin = self.device.type == "cuda"
             return Reader(
-                data, chosen, mine, seed=options.seed, rank=self.rank, collate=collate, loaders=loaders, pin=pin
+                data,
+                chosen,
+                mine,
+                seed=options.seed,
+                rank=self.rank,
+                collate=collate,
+                loaders=loaders,
+                pin=pin,
+                say=self._journal.waits,
             )
 
         def read_share(first: int) -> Reader:
