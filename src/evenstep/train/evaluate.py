@@ -7,6 +7,7 @@ the others PeerFailed with its rank and its message. Nobody waits for a process 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import numbers
@@ -110,8 +111,8 @@ def predict(
 ) -> Any:
     """The outputs of `fn` for all of `data`, in data order, on every process; tensors on the CPU.
 
-    `fn(*models, batch)` returns a tensor or array (dimension 0: the samples), a list (one entry a sample), or dicts
-    and tuples of them.
+    `fn(*models, batch)` returns a tensor or array (dimension 0: the samples), a list (one entry a sample, of any size,
+    itself a nest), or dicts and tuples of them. Of dicts, tuples and dataclasses of other types plain ones come back.
     """
     checked_dataset(data)
     schedule = _schedule(data, micro_batch)
@@ -327,6 +328,8 @@ def _rows(nest: Any, size: int, where: str) -> Any:
         return tuple(_rows(value, size, f"{where}, [{j}]") for j, value in enumerate(nest))
     if nest is None:
         return None
+    if isinstance(nest, torch.Tensor) and nest.is_nested:
+        nest = list(nest.unbind())
     if isinstance(nest, (torch.Tensor, np.ndarray)):
         if nest.ndim == 0 or nest.shape[0] != size:
             raise UsageError(
@@ -340,10 +343,29 @@ def _rows(nest: Any, size: int, where: str) -> Any:
                 f"{where} returned a list of {len(nest)} for {size} samples, expected one entry a sample",
                 do="return several outputs as a tuple or a dict; a list has one entry a sample",
             )
-        return [to_device(entry, "cpu") for entry in nest]
+        return [_entry(entry, where) for entry in nest]
     raise UsageError(
         f"{where} returned {_kind(nest)}, expected tensors or lists with a row or entry for each of {size} samples",
         do="return what you need of each sample, for example model(images).argmax(1)",
+    )
+
+
+def _entry(nest: Any, where: str) -> Any:
+    """What a list holds for one sample, in plain dicts, lists and tuples, on the CPU."""
+    if isinstance(nest, Mapping):
+        return {name: _entry(value, where) for name, value in nest.items()}
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        return {field.name: _entry(getattr(nest, field.name), where) for field in dataclasses.fields(nest)}
+    if isinstance(nest, (list, tuple)):
+        entries = [_entry(value, where) for value in nest]
+        return tuple(entries) if isinstance(nest, tuple) else entries
+    if isinstance(nest, torch.Tensor):
+        return nest.detach().as_subclass(torch.Tensor).cpu()
+    if nest is None or isinstance(nest, (np.ndarray, np.generic, bool, int, float, complex, str, bytes)):
+        return nest
+    raise UsageError(
+        f"{where} returned a list with a {type(nest).__name__} in it, which does not travel between processes",
+        do="return tensors, arrays, numbers and texts, or dicts, lists and tuples of them, for each sample",
     )
 
 

@@ -345,8 +345,9 @@ class Run:
     ) -> Any:
         """The outputs of `fn` for a data set, in data order, each sample once, on every process.
 
-        `fn(*models, batch)` returns tensors (dimension 0: the samples) or lists (one entry a sample), or a nest of
-        them. Tensors come back on the CPU. So metrics of torchmetrics or scikit-learn do not depend on the layout.
+        `fn(*models, batch)` returns tensors (dimension 0: the samples) or lists (one entry a sample: a dict of the
+        boxes that were found, say, of any number), or a dict or tuple of them. Tensors come back on the CPU. So
+        metrics of torchmetrics or scikit-learn do not depend on the layout.
         """
         return predict(data, fn, self._models.chosen(models), collate=collate, loaders=loaders, **self._evaluation())
 
