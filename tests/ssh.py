@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,7 @@ class SshHosts:
     made: Hosts
     folder: Path  # of keys and configuration
     private: Path  # a folder that each host has to itself
+    environment: dict[int, dict[str, str]] = field(default_factory=dict)  # of what ssh starts on a host
 
     @property
     def client(self) -> str:
@@ -55,6 +56,7 @@ class SshHosts:
         config.write_text(
             f"ListenAddress {self.made.address(host)}\nHostKey {self.folder}/hostkey\nPidFile {pid_file}\n"
             f"AuthorizedKeysFile {self.folder}/authorized_keys\nPermitRootLogin prohibit-password\n"
+            f"SetEnv {' '.join(f'{name}={value}' for name, value in self.environment.get(host, {}).items()) or 'A=1'}\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nStrictModes no\n"
         )
         (self.private / "empty").mkdir(parents=True, exist_ok=True)
@@ -64,7 +66,7 @@ class SshHosts:
 
 
 @contextmanager
-def ssh_hosts(count: int, folder: Path) -> Iterator[SshHosts]:
+def ssh_hosts(count: int, folder: Path, environment: dict[int, dict[str, str]] | None = None) -> Iterator[SshHosts]:
     """`count` hosts with ssh servers; host 1 is that of the command line."""
     os.makedirs("/run/sshd", exist_ok=True)
     for key in ("id", "other", "hostkey"):
@@ -84,7 +86,7 @@ def ssh_hosts(count: int, folder: Path) -> Iterator[SshHosts]:
         )
         (folder / "known").write_text(known)
         (folder / "ssh_config").write_text(config)
-        ready = SshHosts(made, folder, folder / "private")
+        ready = SshHosts(made, folder, folder / "private", environment or {})
         for host in range(2, count + 1):
             ready.serve(host)
         yield ready

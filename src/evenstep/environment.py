@@ -23,6 +23,9 @@ TOKEN = "EVENSTEP_TOKEN"
 SSH = "EVENSTEP_SSH"
 """The ssh client and its first options, as in GIT_SSH_COMMAND: `ssh -F file`. Default: ssh."""
 
+TORCH_RANGE = ((2, 13), (2, 15))
+"""The torch that evenstep was tested with: from the first, below the second; pyproject.toml says the same."""
+
 NOTICES = "EVENSTEP_NOTICES"
 """The descriptor on which a training process tells its launcher these things, each with its rank, a line each."""
 TAKES_SIGNALS = "takes signals"  # SIGTERM and the like ask it to stop after its step

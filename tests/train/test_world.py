@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import evenstep
+from evenstep.environment import TORCH_RANGE
 from evenstep.errors import MachineError, UsageError
 from evenstep.train import world
 from tests.ranks import run_ranks
@@ -67,7 +68,7 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_range_of_torch_is_that_of_the_package() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    low, high = (f"{a}.{b}" for a, b in world.TORCH_RANGE)
+    low, high = (f"{a}.{b}" for a, b in TORCH_RANGE)
     assert f'"torch>={low},<{high}"' in text
 
 

@@ -9,6 +9,7 @@ import click
 
 from evenstep import __version__
 from evenstep.cli import exits
+from evenstep.cli.doctor import doctor
 from evenstep.cli.node import node
 from evenstep.cli.prove import prove
 from evenstep.cli.run import run
@@ -23,6 +24,7 @@ def evenstep() -> None:
 
 evenstep.add_command(run)
 evenstep.add_command(prove)
+evenstep.add_command(doctor)
 evenstep.add_command(node)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from evenstep.cli import exits, preflight
+from evenstep.cli.doctor import be_examined
 from evenstep.cli.report import say, tell_own_failure
 from evenstep.environment import Settings
 from evenstep.errors import EvenstepError
@@ -21,6 +22,7 @@ from evenstep.interfaces import address_towards
 from evenstep.launch import copies
 from evenstep.launch.gate import Line
 from evenstep.launch.local import Script
+from evenstep.launch.remote import ssh_meaning
 from evenstep.launch.several import run_for_hub
 from evenstep.record.paths import RunPaths
 
@@ -35,6 +37,10 @@ def node() -> int:
         return exits.DONE
     os.environ.update(told["environment"])
     line = Line(os.dup(0), os.dup(1), lambda: None)
+    if "doctor" in told:
+        os.dup2(2, 1)
+        be_examined(line, told, _address(told))
+        return exits.DONE
     outputs = _own_outputs()
     wanted = Script(told["script"], told["as_module"], tuple(told["arguments"]))
 
@@ -48,7 +54,9 @@ def node() -> int:
             line,
             outputs,
             wanted,
-            preflight.process_count(told["processes"]),
+            preflight.process_count(
+                told["processes"], told["settings"]["thread_replicas"] or 1, told["settings"]["split"] or 1
+            ),
             Settings(**{f.name: told["settings"].get(f.name) for f in fields(Settings)}),
             node=told["node"],
             nodes=told["nodes"],
@@ -98,4 +106,4 @@ def _address(told: dict[str, Any]) -> str:
         return str(told["address"])
     if len(connection) == 4 and told["nodes"] > 1:
         return connection[2]
-    return address_towards(told["peer"]) or socket.gethostname()
+    return address_towards(told["peer"]) or address_towards(ssh_meaning(told["peer"])) or socket.gethostname()

@@ -102,10 +102,22 @@ Transport = Callable[[Host], list[str]]
 
 def by_ssh(host: Host) -> list[str]:
     """The system's ssh client, so that the user's configuration, agent and jump hosts count."""
-    client = shlex.split(os.environ.get(SSH, "")) or ["ssh"]
+    client = _ssh_client()
     if shutil.which(client[0]) is None:
         raise UsageError(f"there is no ssh client {client[0]} on this host", do=f"install openssh-client, or see {SSH}")
     return [*client, *_SSH_OPTIONS, "--", host.name]
+
+
+def _ssh_client() -> list[str]:
+    return shlex.split(os.environ.get(SSH, "")) or ["ssh"]
+
+
+def ssh_meaning(name: str) -> str:
+    """The host name or address that a name has in the user's configuration of ssh."""
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run([*_ssh_client(), "-G", "--", name], capture_output=True, text=True, timeout=5).stdout
+        return next((line.split()[1] for line in said.splitlines() if line.startswith("hostname ")), name)
+    return name
 
 
 @dataclass(frozen=True)
@@ -151,7 +163,7 @@ def run_on_hosts(
                 "run": str(paths.root),
                 "run_id": name,
                 "probe": str(probe),
-                "environment": _forwarded(),
+                "environment": forwarded(),
             }
             hub.start(host, told)
         with signals_to(hub.on_signal, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -164,7 +176,16 @@ def run_on_hosts(
         return Ended(hub.fault, hub.stopped)
 
 
-def _forwarded() -> dict[str, str]:
+def command_on(host: Host, transport: Transport) -> list[str]:
+    """What starts `evenstep node` on a host."""
+    path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
+    words = ["cd", os.getcwd()], ["exec", "env", *path, sys.executable, "-P", "-m", "evenstep", "node"]
+    line = " && ".join(map(shlex.join, words))
+    return ["sh", "-c", line] if host.is_here else [*transport(host), line]
+
+
+def forwarded() -> dict[str, str]:
+    """What of this environment counts on every host."""
     return {name: value for name, value in os.environ.items() if _FORWARDED.match(name) and name != TOKEN}
 
 
@@ -181,14 +202,9 @@ class _Hub(Hub):
         self._hosts, self._transport = hosts, transport
         self._children: list[tuple[Host, subprocess.Popen[bytes]]] = []
         self._errors: dict[int, bytes] = {}  # what the transport itself said, by node
-        self.home = Home(paths, name, lambda node: self._command(hosts[node]), [host.name for host in hosts], say)
-
-    def _command(self, host: Host) -> list[str]:
-        """What starts `evenstep node` on a host."""
-        path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-        words = ["cd", os.getcwd()], ["exec", "env", *path, sys.executable, "-P", "-m", "evenstep", "node"]
-        line = " && ".join(map(shlex.join, words))
-        return ["sh", "-c", line] if host.is_here else [*self._transport(host), line]
+        self.home = Home(
+            paths, name, lambda node: command_on(hosts[node], transport), [host.name for host in hosts], say
+        )
 
     @property
     def begun(self) -> bool:
@@ -198,7 +214,7 @@ class _Hub(Hub):
         """Start the launcher of one host."""
         node = int(told["node"])
         child = subprocess.Popen(
-            self._command(host),
+            command_on(host, self._transport),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

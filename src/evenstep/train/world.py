@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.utils.deterministic as deterministic
 
-from evenstep.environment import World
+from evenstep.environment import TORCH_RANGE, World
 from evenstep.errors import MachineError, UsageError
 from evenstep.record.identity import Scalar
 from evenstep.train.meeting import Meeting, by_value, ranks_text
 from evenstep.train.rendezvous import meet
 
-TORCH_RANGE = ((2, 13), (2, 15))  # from the first, below the second; pyproject.toml says the same
 BACKENDS = ("auto", "gloo", "nccl", "mpi", "ucc")
 
 
