@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import deque
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ class Pipe:
         self.meeting = Meeting(stage, len(ranks), words)
         self._words, self._lanes = words, lanes
         self._leaving: deque[list[tuple[dist.Work, Tensor]]] = deque()  # by message; what is sent must stay
+        self._coming: dict[tuple[int, int], SimpleQueue[Message | BaseException]] = {}  # by sender and kind
 
     def send(self, to: int, kind: int, message: Message) -> None:
         """Waits only where far more messages are under way than 1F1B has. PeerFailed where the other stage has gone."""
@@ -63,8 +66,33 @@ class Pipe:
         except RuntimeError as error:
             raise self._lost(to, error) from error
 
+    def expect(self, sender: int, kind: int, count: int, device: torch.device) -> None:
+        """So many messages will come. They are taken while this stage computes, by a thread, so that `receive` has them
+        at once. A GPU's come over its own stream, and need none."""
+        if self._lanes or not count:
+            return
+        coming = self._coming[sender, kind] = SimpleQueue[Message | BaseException]()
+
+        def take() -> None:
+            try:
+                for _ in range(count):
+                    coming.put(self._receive(sender, kind, device))
+            except Exception as error:
+                coming.put(error)
+
+        threading.Thread(target=take, name="evenstep-pipe", daemon=True).start()
+
     def receive(self, sender: int, kind: int, device: torch.device) -> Message:
         """Waits for the message. PeerFailed where the other stage has gone."""
+        coming = self._coming.get((sender, kind))
+        if coming is None:
+            return self._receive(sender, kind, device)
+        came = coming.get()
+        if isinstance(came, BaseException):
+            raise came
+        return came
+
+    def _receive(self, sender: int, kind: int, device: torch.device) -> Message:
         try:
             head = self._pull(_HEADER, sender, kind)
             length = int.from_bytes(head[:8], "little")
@@ -78,7 +106,8 @@ class Pipe:
         return Message(said, tensors, failed)
 
     def settle(self) -> None:
-        """Waits until all that was sent has been taken."""
+        """Waits until all that was sent has been taken. All that was expected has come by now."""
+        self._coming.clear()
         try:
             while self._leaving:
                 self._taken()

@@ -89,7 +89,13 @@ class Stages(Lockstep):
         """This stage's part of the micro-batches of the share."""
         passage = _Passage(self, work)
         share = list(work.share)
-        ahead = min(self.last - self.stage, len(share))
+        if self.stage > 0:
+            self.pipe.expect(self.stage - 1, DOWN, len(share), self.device)
+        if self.stage < self.last:
+            self.pipe.expect(self.stage + 1, UP, len(share), self.device)
+        # One more than 1F1B's: with as many as there are stages to come, each waits for the slower of its neighbours at
+        # every micro-batch, and all hiccups add up.
+        ahead = min(self.last - self.stage + (self.stage < self.last), len(share))
         for i in share[:ahead]:
             passage.forward(i)
         for i in share[ahead:]:
