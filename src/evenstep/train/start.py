@@ -12,6 +12,7 @@ from evenstep.environment import AUTO, read_settings, read_world
 from evenstep.errors import IdentityError, MachineError
 from evenstep.record.identity import Scalar, read_identity
 from evenstep.record.paths import RunPaths, new_run_directory
+from evenstep.train.allocation import keep_freed_memory
 from evenstep.train.auto import refuse_auto
 from evenstep.train.identity import check_identity
 from evenstep.train.options import Options, check_micro_batch, choose
@@ -86,6 +87,7 @@ def start(
     """
     global _current
     check_torch()
+    keep_freed_memory()
     if _current is not None:
         _current.close()
         _current = None
