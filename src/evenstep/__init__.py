@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from evenstep.train.start import start
     from evenstep.train.step import Step
     from evenstep.train.steps import Steps
+    from evenstep.train.stream import Stream, stream
 
 
 __version__ = "0.1.0"
@@ -41,9 +42,11 @@ __all__ = [
     "Run",
     "Step",
     "Steps",
+    "Stream",
     "UsageError",
     "__version__",
     "start",
+    "stream",
 ]
 
 # Name -> the module that has it; these import torch.
@@ -51,7 +54,9 @@ _LAZY = {
     "Run": "evenstep.train.run",
     "Step": "evenstep.train.step",
     "Steps": "evenstep.train.steps",
+    "Stream": "evenstep.train.stream",
     "start": "evenstep.train.start",
+    "stream": "evenstep.train.stream",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from evenstep.errors import EvenstepError, LossError, PeerFailed
-from evenstep.plan.tree import share
+from evenstep.plan.tree import Node, combine, share
 from evenstep.train import reduce as reduce_module
 from evenstep.train.reduce import Reducer, Reduction
 from tests.ranks import run_ranks
@@ -59,13 +60,18 @@ def group() -> tuple[int, int, dist.ProcessGroup | None]:
 
 
 def reduced(
-    reducer: Reducer, model: nn.Module, micro_batches: int, loss: Callable[[int], torch.Tensor], weight: float | None
+    reducer: Reducer,
+    model: nn.Module,
+    micro_batches: int,
+    loss: Callable[[int], torch.Tensor],
+    weight: float | None,
+    absent: frozenset[int] = frozenset(),
 ) -> None:
-    """One step.backward: `loss(i)` for every micro-batch of this process's share."""
+    """One step.backward: `loss(i)` for every micro-batch of this process's share but those that are absent."""
     named = list(model.named_parameters())
     reducer.watch(named)
-    reduction: Reduction = reducer.start(named, micro_batches)
-    mine = share(micro_batches, reducer.world_size, reducer.rank)
+    mine = [i for i in share(micro_batches, reducer.world_size, reducer.rank) if i not in absent]
+    reduction: Reduction = reducer.start(named, micro_batches, mine)
     for i in mine:
         value = loss(i)
         if i == mine[-1]:
@@ -118,6 +124,41 @@ def train(exact: bool = True) -> list[str]:
     if world > 1:
         dist.destroy_process_group()
     return found
+
+
+def with_absent_leaves() -> list[tuple[str, str]]:
+    """What the reducer finds where micro-batches are missing, and what the tree over the others gives."""
+    reduce_module.FIRST_BUCKET, reduce_module.BUCKET = 100, 200
+    rank, world, where = group()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+    parameters = list(model.parameters())
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1)) * 100
+    generator, reducer, found = random.Random(7), Reducer(rank, world, where, True), []
+
+    def loss(i: int) -> torch.Tensor:
+        result: torch.Tensor = model(x[i]).square().sum()
+        return result
+
+    for leaves in [*range(3, 17), 16, 16, 16]:
+        absent = frozenset(generator.sample(range(leaves), generator.randrange(leaves)))
+        reduced(reducer, model, leaves, loss, 3.0, absent)
+        grads = [p.grad for p in parameters]
+        parts = {Node(0, i): torch.autograd.grad(loss(i), parameters) for i in range(leaves) if i not in absent}
+        total = combine(parts, leaves, lambda a, b: tuple(map(torch.add, a, b)))
+        assert total is not None
+        found.append((fingerprint(grads), fingerprint([t / 3.0 + 0.0 for t in total])))
+        for p in parameters:
+            p.grad = None
+    reducer.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_a_missing_leaf_adds_nothing_and_the_tree_stays_the_same(world_size: int) -> None:
+    for found in run_ranks(with_absent_leaves, world_size):
+        for mine, expected in found:
+            assert mine == expected
 
 
 def test_one_sum_on_every_number_of_processes() -> None:

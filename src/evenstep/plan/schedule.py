@@ -6,6 +6,7 @@ A global batch never crosses the end of an epoch; the last one of an epoch is sm
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evenstep.errors import UsageError
@@ -28,6 +29,10 @@ class StepPlan:
     def samples(self) -> int:
         """How many samples this step takes."""
         return self.stop - self.start
+
+    def among(self, leaves: range) -> Sequence[int]:
+        """Those of some micro-batches that have any sample: all have."""
+        return leaves
 
     @property
     def micro_batches(self) -> int:
@@ -59,7 +64,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch", "epochs", "steps"):
-            _check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         if (self.epochs is None) == (self.steps is None):
             got = "neither" if self.epochs is None else f"epochs={self.epochs} and steps={self.steps}"
             raise UsageError(f"got {got}, expected either epochs= or steps=", do="say one of them: epochs=10")
@@ -84,6 +89,11 @@ class Schedule:
                 f"drop_last=True leaves no step: an epoch has {self.samples} samples, global_batch={self.global_batch}",
                 do=f"give drop_last=False, or global_batch={self.samples} or less",
             )
+
+    @property
+    def total(self) -> int:
+        """How many steps there are."""
+        return len(self)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -131,7 +141,7 @@ class Schedule:
         return min(epoch * self.steps_per_epoch + within, len(self))
 
 
-def _check_count(name: str, value: object) -> None:
+def check_count(name: str, value: object) -> None:
     """`value` must be None or an integer of at least 1."""
     if value is None and name in ("epochs", "steps"):
         return

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.errors import DataError, UsageError
+from evenstep.errors import UsageError
 from evenstep.plan.grid import Grid
 from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule
@@ -135,14 +135,7 @@ class Reader:
             self.close()
             raise
         except LoaderGone as gone:
-            raise DataError(
-                f"{gone.how} on rank {self._rank}, {gone.doing}",
-                do="look at this sample: a file that cannot be reached, a lock, a library that does not bear a fork; "
-                "leave it out with order=, or try loaders=0, which waits for as long as it takes"
-                if gone.stuck
-                else "if it was killed, look for too little memory (SIGBUS: in /dev/shm) and give fewer loaders=; "
-                "else try loaders=0",
-            ) from None
+            raise gone.told(self._rank, "leave it out with order=") from None
         return task, read, f"in loader process {loader}"
 
     def close(self) -> None:

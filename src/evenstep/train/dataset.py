@@ -28,7 +28,8 @@ def checked_dataset(data: Any, name: str = "data") -> Any:
     if isinstance(data, IterableDataset):
         raise UsageError(
             f"{name} is an IterableDataset ({type(data).__name__}): a stream has no length and no sample number i",
-            do="give a data set with __len__ and __getitem__; write the stream to files or a list once, and index them",
+            do="give evenstep.stream(make), where make(lane, lanes, epoch) returns an iterator over a part of it, or "
+            "evenstep.stream(data) for an IterableDataset of Hugging Face; or a data set with __len__ and __getitem__",
         )
     if isinstance(data, tuple) and data and all(_is_array(part) for part in data):
         raise UsageError(

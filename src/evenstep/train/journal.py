@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from evenstep.errors import UsageError
-from evenstep.plan.schedule import Schedule
 from evenstep.record.events import EventWriter
 from evenstep.record.metrics import MetricsWriter
 from evenstep.record.paths import RunPaths
@@ -66,14 +65,17 @@ class Journal:
         for listener in self._listeners:
             listener(step, numbers)
 
-    def begin(self, schedule: Schedule, done: int, first: int, plan: Sequence[str]) -> None:
-        """The loop begins with step `first`, after `done` steps. Rows of later steps, of a killed process, go."""
+    def begin(
+        self, total: int | None, steps_per_epoch: int | None, done: int, first: int | None, plan: Sequence[str]
+    ) -> None:
+        """The loop begins with step `first` (None: nothing is left), after `done` steps. Rows of later steps, of a
+        killed process, go. `total` steps, where that is known."""
         if self._metrics is not None:
             self._metrics.cut(done)
-        if self._rank == 0 and first < len(schedule):
+        if self._rank == 0 and first is not None:
             for line in plan:
                 self.say(line)
-            self._progress = Progress(len(schedule), start=first, steps_per_epoch=schedule.steps_per_epoch)
+            self._progress = Progress(total, start=first, steps_per_epoch=steps_per_epoch)
 
     def step_done(self, step: int, epoch: int, loss: float | None, samples: int, **fields: object) -> None:
         """The `step`-th optimizer step is done."""

@@ -19,18 +19,19 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from evenstep.errors import DataError
 from evenstep.train.batch import pinned
 from evenstep.train.randomness import key
-from evenstep.train.samples import Failure, Samples, Task
+from evenstep.train.samples import Failure
 
 _LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
@@ -42,12 +43,43 @@ _open: set[Loading] = set()  # whose loader processes are looked at when a child
 _handling = False  # whether our handler of SIGCHLD is in place
 
 
+class Task(Protocol):
+    """What a loader process is given to read."""
+
+    def name(self, offset: int) -> str:
+        """Its sample number `offset`, for people."""
+        ...
+
+
+class Reads(Protocol):
+    """What reads a task in a loader process. `at[0]` is the offset of the sample that is being read; `data` is what
+    torch's get_worker_info shows as the data set."""
+
+    data: Any
+    at: MutableSequence[int]
+
+    def __call__(self, task: Any) -> Any: ...
+
+
 class LoaderGone(Exception):
     """A loader process has ended, or is `stuck`. `how` names it and says how it is; `doing` says what it was at."""
 
     def __init__(self, how: str, doing: str, stuck: bool = False) -> None:
         super().__init__(f"{how} {doing}")
         self.how, self.doing, self.stuck = how, doing, stuck
+
+    def told(self, rank: int, leave_out: str) -> DataError:
+        """The error for the user; `leave_out` says how to do without a sample."""
+        do = (
+            "if it was killed, look for too little memory (SIGBUS: in /dev/shm) and give fewer loaders=; "
+            "else try loaders=0"
+        )
+        if self.stuck:
+            do = (
+                "look at this sample: a file that cannot be reached, a lock, a library that does not bear a fork; "
+                f"{leave_out}, or try loaders=0, which waits for as long as it takes"
+            )
+        return DataError(f"{self.how} on rank {rank}, {self.doing}", do=do)
 
 
 class Loading:
@@ -59,7 +91,7 @@ class Loading:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: Reads,
         tasks: Iterable[Task],
         *,
         count: int,
@@ -69,7 +101,7 @@ class Loading:
         say: Callable[[str], None],
     ) -> None:
         self._say = say
-        self._asked: deque[tuple[int, Task]] = deque()
+        self._asked: deque[tuple[int, Any]] = deque()
         self._places = torch.full((count, 2), -1, dtype=torch.int64).share_memory_()
         self._in_main = False  # whether the main thread is waiting for them
         reading = _Reading(samples)
@@ -103,7 +135,7 @@ class Loading:
         _open.add(self)
         _handle_deaths()
 
-    def __next__(self) -> tuple[Task, int, Any]:
+    def __next__(self) -> tuple[Any, int, Any]:
         if not self._asked:
             raise StopIteration
         try:
@@ -193,7 +225,7 @@ class Loading:
         _open.discard(self)
 
 
-def _noted(tasks: Iterable[Task], asked: deque[tuple[int, Task]]) -> Iterator[tuple[int, Task]]:
+def _noted(tasks: Iterable[Task], asked: deque[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
     for numbered in enumerate(tasks):
         asked.append(numbered)
         yield numbered
@@ -237,7 +269,7 @@ def _handle_deaths() -> None:
 class _Reading(Dataset[Any]):
     """What the DataLoader takes for the data set: sample i is a whole task."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: Reads) -> None:
         self.samples = samples
         self.place: Any = [-1, -1]  # offset of the sample being read, number of the task; -1: none
         self.loader = -1

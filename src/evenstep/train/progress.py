@@ -78,13 +78,14 @@ def plan_lines(
 class Progress:
     """A bar on a terminal, a plain line every so often elsewhere. Starts no thread.
 
-    `total` and `start` count steps: all of the run, and those done before this start. Without `steps_per_epoch` the
-    epoch is shown alone. A stream that takes no more (a closed pipe, a full disk) never stops training.
+    `total` and `start` count steps: all of the run (None: nobody knows), and those done before this start. Without
+    `steps_per_epoch` the epoch is shown alone. A stream that takes no more (a closed pipe, a full disk) never stops
+    training.
     """
 
     def __init__(
         self,
-        total: int,
+        total: int | None,
         *,
         start: int = 0,
         steps_per_epoch: int | None = None,
@@ -93,7 +94,7 @@ class Progress:
         console: Console | None = None,
     ) -> None:
         self._total = total
-        self._epochs = -(-total // steps_per_epoch) if steps_per_epoch else None
+        self._epochs = -(-total // steps_per_epoch) if steps_per_epoch and total is not None else None
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
         self._console = console if console is not None else Console(file=self._stream)
@@ -151,7 +152,7 @@ class Progress:
         self._shown = self._step
         if self._live is None:
             self._due = now + min(max(10.0, (now - self._started) / 20), 60.0)
-            self.note(", ".join([f"step {self._step}/{self._total}", self._epoch_text(), *self._facts(now)]))
+            self.note(", ".join([f"step {self._step_text()}", self._epoch_text(), *self._facts(now)]))
             return
         self._due = now + _BAR_SECONDS
         self._try(lambda: self._draw(now))
@@ -161,12 +162,15 @@ class Progress:
         if not self._live.is_started:
             self._live.start()
         before = f"{self._epoch_text()} "
-        after = " " + "  ".join([f"{self._step}/{self._total}", *self._facts(now)])
+        after = " " + "  ".join([self._step_text(), *self._facts(now)])
         width = min(max(self._console.width - len(before) - len(after), 5), 40)
-        done = width * self._step // max(self._total, 1)
+        done = width if self._total is None else width * self._step // max(self._total, 1)
         bar = Text.assemble(before, ("━" * done, "green"), ("━" * (width - done), "bright_black"), after)
         bar.no_wrap, bar.overflow = True, "ellipsis"
         self._live.update(bar, refresh=True)
+
+    def _step_text(self) -> str:
+        return str(self._step) + ("" if self._total is None else f"/{self._total}")
 
     def _epoch_text(self) -> str:
         return f"epoch {self._epoch + 1}" + (f"/{self._epochs}" if self._epochs is not None else "")
@@ -180,8 +184,11 @@ class Progress:
         then, step, samples = self._marks[0]
         if now > then and self._step > step:
             facts.append(f"{(self._samples - samples) / (now - then):.4g} samples/s")
-            left = (self._total - self._step) * (now - then) / (self._step - step)
-            facts.append(f"{_duration(left)} left" if self._step < self._total else _duration(now - self._started))
+            if self._total is not None and self._step < self._total:
+                left = (self._total - self._step) * (now - then) / (self._step - step)
+                facts.append(f"{_duration(left)} left")
+            else:
+                facts.append(_duration(now - self._started))
         self._marks.append((now, self._step, self._samples))
         return facts
 

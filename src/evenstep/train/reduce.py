@@ -119,11 +119,13 @@ class Reducer:
                 self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._ready)
                 self.names[id(p)] = name
 
-    def start(self, named: Named, leaves: int) -> Reduction:
-        """Begins to reduce the gradients of `named` over micro-batches 0..leaves-1, shared out among the replicas."""
+    def start(self, named: Named, leaves: int, present: Sequence[int] | None = None) -> Reduction:
+        """Begins to reduce the gradients of `named` over micro-batches 0..leaves-1, shared out among the replicas.
+
+        `present`: those of this process's share that there are (all)."""
         trained = [(name, p) for name, p in reversed(named) if p.requires_grad]  # about as backward reaches them
         shares = [share(leaves, self.world_size, rank) for rank in range(self.world_size)]
-        self.active = Reduction(self, trained, leaves, shares)
+        self.active = Reduction(self, trained, leaves, shares, present)
         return self.active
 
     def buckets(self, params: list[torch.nn.Parameter]) -> list[Bucket]:
@@ -168,16 +170,26 @@ class Reducer:
 
 class Leaves:
     """The gradients of the leaves of a share, added into whole subtrees as they come: after the backward of each one
-    call `leaf_done`. `named` are the parameters, `stack` the subtrees' sums in the order of `params`.
+    that there is call `leaf_done`, and `pass_over` before the first. `named` are the parameters, `stack` the subtrees'
+    sums in the order of `params`.
     """
 
-    def __init__(self, named: Named, share: range, exact: bool, known: Mapping[int, str]) -> None:
-        """`known`: names of all parameters that could get a gradient, by id."""
+    def __init__(
+        self,
+        named: Named,
+        share: range,
+        exact: bool,
+        known: Mapping[int, str],
+        present: Sequence[int] | None = None,
+    ) -> None:
+        """`known`: names of all parameters that could get a gradient, by id. `present`: the leaves of `share` that
+        there are, in order (all); the others add nothing to the sums."""
         self.params = [p for _, p in named]
         self.index = {id(p): k for k, p in enumerate(self.params)}
         self.names = [name for name, _ in named]
         self.share, self.exact, self.known = share, exact, known
         self.position = share.start
+        self.absent = frozenset() if present is None else frozenset(share).difference(present)
         self.stack: list[tuple[Node, list[Tensor | None]]] = []
         self.fired: set[int] = set()
         self.computing = False  # a loss is being computed: no gradient may come now
@@ -211,10 +223,19 @@ class Leaves:
         return k
 
     def leaf_done(self) -> None:
-        """After the backward of each micro-batch of the share."""
+        """After the backward of each micro-batch of the share that there is."""
+        self.fired.clear()
+        self._next()
+        self.pass_over()
+
+    def pass_over(self) -> None:
+        """What is missing before the next leaf: it completes subtrees like any other, and adds nothing to them."""
+        while self.position in self.absent:
+            self._next()
+
+    def _next(self) -> None:
         i = self.position
         self.position += 1
-        self.fired.clear()
         if not self.exact:
             return  # autograd adds them all up in .grad
         if i % 2 == 0 and i + 1 < self.share.stop:
@@ -241,17 +262,20 @@ class Leaves:
 class Reduction(Leaves):
     """The gradients of one `step.backward`: from the first micro-batch's backward to the mean in every `.grad`.
 
-    Calls, in this order: for each micro-batch of the share `leaf_done` after its backward; `open` once, before the
-    last backward (or at once where the share is empty); then `finish`, or `fail` from wherever an error came up.
+    Calls, in this order: for each micro-batch of the share that there is, `leaf_done` after its backward; `open` once,
+    before the last backward (or at once where there is none); then `finish`, or `fail` from wherever an error came up.
     Nothing but these changes `.grad`, and `.grad` from before is put back by a failure.
     """
 
-    def __init__(self, owner: Reducer, named: Named, leaves: int, shares: Sequence[range]) -> None:
-        super().__init__(named, shares[owner.rank], owner.exact, owner.names)
+    def __init__(
+        self, owner: Reducer, named: Named, leaves: int, shares: Sequence[range], present: Sequence[int] | None
+    ) -> None:
+        super().__init__(named, shares[owner.rank], owner.exact, owner.names, present)
         self.owner = owner
         self.kept = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
+        self.pass_over()
         self.leaves = leaves
         self.nodes = [subtrees(s) for s in shares]
         self.buckets = list(owner.buckets(self.params)) if owner.world_size > 1 else []
@@ -259,7 +283,7 @@ class Reduction(Leaves):
         self.bucket_of = [k for k, b in enumerate(self.buckets) for _ in b.params]
         self.launched = 0
         self.replicated = False  # copies of the parameters get the gradients
-        self.last = False  # the share's last micro-batch is under way: full buckets leave
+        self.last = False  # the last micro-batch of the share is under way: full buckets leave
         self.opened = False
         self.failed = False
         self.divisor: float | None = None
@@ -391,20 +415,28 @@ class Reduction(Leaves):
             nodes = nodes[-1:]  # one sum
         if not nodes:
             return []
+        current = self._current(nodes)
         rows: list[list[list[Tensor]]] = [[[] for _ in params] for _ in nodes]
         if self.failed:
             return rows
         for k, grad in enumerate(grads):
             if grad is not None:
-                rows[-1][k].append(grad)
-        whole = {node: r for r, node in enumerate(nodes[:-1])}
+                rows[current][k].append(grad)
+        whole = {node: r for r, node in enumerate(nodes) if r != current}
         for node, entry in reversed(self.stack):
-            row = rows[whole.get(node, -1)]
+            row = rows[whole.get(node, current)]
             for k, grad in enumerate(entry[inside]):
                 if grad is not None:
                     row[k].append(grad)
             entry[inside] = [None] * len(params)
         return rows
+
+    def _current(self, nodes: Sequence[Node]) -> int:
+        """Which of the share's subtrees the last leaf belongs to, whose gradients are in `.grad`."""
+        present = [i for i in self.share if i not in self.absent]
+        if not present or not self.exact:
+            return len(nodes) - 1
+        return next(r for r, node in enumerate(nodes) if present[-1] >> node.level == node.index)
 
     def _guarded(self, bucket: Bucket, rows: list[list[list[Tensor]]]) -> None:
         if self.error is None:

@@ -9,8 +9,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -21,7 +23,8 @@ from evenstep.environment import STOPPING
 from evenstep.errors import EvenstepError, IdentityError, MachineError, Stopped, UsageError
 from evenstep.plan.bucketed import bucketed
 from evenstep.plan.grid import Grid
-from evenstep.plan.order import Order
+from evenstep.plan.lanes import Lanes, LaneSchedule, LaneStep, Plan
+from evenstep.plan.order import Natural, Order
 from evenstep.plan.schedule import Schedule, StepPlan
 from evenstep.plan.sizes import micro_batch_sizes
 from evenstep.record.checkpoints import Checkpoints
@@ -46,11 +49,13 @@ from evenstep.train.orders import choose_order, numbers
 from evenstep.train.precision import Precision
 from evenstep.train.progress import plan_lines
 from evenstep.train.randomness import Randomness, key
-from evenstep.train.samples import MicroBatch, probe
+from evenstep.train.samples import Collate, MicroBatch, probe
 from evenstep.train.statistics import needs_several
 from evenstep.train.step import Step
-from evenstep.train.steps import Loop, Steps
+from evenstep.train.steps import Loop, Steps, Turns
 from evenstep.train.stopping import Stopping, tell_launcher
+from evenstep.train.stream import Stream
+from evenstep.train.streaming import Streaming, refuse_with_stream
 from evenstep.train.trace import Trace
 from evenstep.train.world import Ground, disconnect
 
@@ -85,11 +90,13 @@ class Run:
         self._steps: Steps | None = None
         self._data: Any = None
         self._agreed_epoch = -1  # the last one on whose order processes have agreed
+        self._order: Order = Natural(0)  # of a map-style data set
+        self._stream: Streaming | None = None
         self._about_data: dict[str, object] = {}  # what of it must be the same after a resume
         self._cursor = 0
         self._done = 0  # optimizer steps since the start of the run
         self._epoch = 0
-        self._open_step: tuple[StepPlan, Step] | None = None
+        self._open_step: tuple[Plan, Step] | None = None
         self._restored = self._looping = self._finished = self._stopped = self._closed = False
         self._checkpoint_at: int | None = None  # after which step the last checkpoint was tried or found
         self._failure: str | None = None  # why it could not be written; where one process writes alone, it alone knows
@@ -189,7 +196,8 @@ class Run:
         loaders: int = 0,
         drop_last: bool = False,
     ) -> Steps:
-        """The steps of the run over a map-style data set, for `epochs` or for a number of `steps`.
+        """The steps of the run over a map-style data set or an `evenstep.stream`, for `epochs` or for a number of
+        `steps`. The epochs of a stream have no length: len() needs `steps`.
 
         `shuffle`: another keyed permutation in every epoch. `order`: instead, a sequence of indices, a function
         epoch -> such a sequence (each of one length), or a torch Sampler, read anew for every epoch. `weights`:
@@ -207,6 +215,11 @@ class Run:
         """
         if self._steps is not None:
             raise UsageError("run.steps was called twice", do="one run has one loop: give it more epochs= or steps=")
+        if isinstance(data, Stream):
+            given = {"order": order, "weights": weights, "lengths": lengths, "num_samples": num_samples}
+            refuse_with_stream(self._options, **given, drop_last=drop_last or None)
+            lanes = Lanes(self._options.global_batch, self._micro_batch())
+            return self._stream_steps(data, LaneSchedule(lanes, epochs, steps), shuffle, collate, loaders)
         checked_dataset(data)
         options = self._options
         chosen = choose_order(
@@ -245,15 +258,53 @@ class Run:
         def read_share(first: int) -> Reader:
             return read(self._share(first), loaders if options.loaders is None else options.loaders)
 
-        loop = Loop(self._begin_loop, read_share, self._begin_step, self._after_step, self._finish)
-        self._data, self._read = data, read
-        self._steps = Steps(schedule, chosen, loop)
+        @contextmanager
+        def turns(first: int) -> Iterator[Turns]:
+            with read_share(first) as reader:
+                yield self._turns(reader, first)
+
+        self._data, self._read, self._order = data, read, chosen
+        loop = Loop(self._begin_loop, turns, self._begin_step, self._after_step, self._finish)
+        self._steps = Steps(schedule, loop)
         return self._steps
+
+    def _turns(self, reader: Reader, first: int) -> Turns:
+        batches = map(itemgetter(1), reader)  # unlike a generator's, its end is not that of the first error
+        for number in range(first, len(self._schedule)):
+            plan = self._schedule.step(number)
+            reader.begin_epoch(plan.epoch)
+            yield plan, batches
+
+    def _stream_steps(
+        self, data: Stream, schedule: LaneSchedule, shuffle: bool, collate: Collate | None, loaders: int
+    ) -> Steps:
+        streaming = Streaming(
+            data,
+            schedule,
+            seed=self._options.seed,
+            shuffle=shuffle,
+            meeting=self._meeting,
+            grid=self._layout.grid,
+            collate=collate,
+            loaders=loaders if self._options.loaders is None else self._options.loaders,
+            pin=self.device.type == "cuda",
+            say=self._journal.say,
+        )
+        self._data, self._stream = data, streaming
+        loop = Loop(self._begin_loop, lambda _: streaming.turns(), self._begin_step, self._after_step, self._finish)
+        self._steps = Steps(schedule, loop)
+        return self._steps
+
+    @property
+    def _schedule(self) -> Schedule:
+        """That of a map-style data set, as it is now."""
+        assert self._steps is not None
+        assert isinstance(self._steps.schedule, Schedule)
+        return self._steps.schedule
 
     def _share(self, first: int) -> Iterator[MicroBatch]:
         """What this process reads, from step `first` on. Nothing is cut before the first of it is asked for."""
-        assert self._steps is not None
-        yield from shares(self._steps.schedule, self._layout.grid, self.rank, first)
+        yield from shares(self._schedule, self._layout.grid, self.rank, first)
 
     def restore(self, **things: Any) -> State:
         """Say what a checkpoint holds, and load the newest one if the run directory has any.
@@ -371,11 +422,6 @@ class Run:
             )
         return self._options.micro_batch
 
-    @property
-    def _order(self) -> Order:
-        assert self._steps is not None
-        return self._steps.order
-
     # ---- collectives
 
     def gather(self, value: Any, to: int = 0) -> list[Any] | None:
@@ -413,7 +459,8 @@ class Run:
         if self._layout.grid.shards > 1 or self._layout.grid.stages > 1:
             self._models.refuse_changes()
 
-    def _begin_loop(self, schedule: Schedule, order: Order) -> int:
+    def _begin_loop(self) -> int:
+        assert self._steps is not None
         if not self._models.all:
             raise UsageError("no model was prepared", do="model = run.prepare(Net()) before the loop")
         if self._restored:
@@ -438,20 +485,28 @@ class Run:
         how = self._compiled.look(self._models.modules())
         begun = self._checkpoint_at is not None
         check_compiled(self._ground, self._paths, how, self._options.allow_other_identity or not begun)
-        if self._layout.together is not None:
-            self._layout.together.refuse_uneven(schedule)
-        self._check_data(schedule, order)
-        first = self._first_step(schedule)
+        if self._stream is not None:
+            self._stream.check()
+            first, samples, per_epoch = self._first_step_of_stream(self._stream), None, None
+            over, lines = self._stream.over, self._plan_of_stream(self._stream)
+        else:
+            schedule = self._schedule
+            if self._layout.together is not None:
+                self._layout.together.refuse_uneven(schedule)
+            self._check_data(schedule, self._order)
+            first, samples, per_epoch = self._first_step(schedule), schedule.samples, schedule.steps_per_epoch
+            over, lines = first >= len(schedule), self._plan(schedule)
         self._looping = True
         self._stopping.begin()
         self._models.first_step = first
         self._optimizers.begin(restored=self._restored)
-        self._journal.begin(schedule, self._done, first, self._plan(schedule))
+        total = self._steps.schedule.total
+        self._journal.begin(total, per_epoch, self._done, None if over else first, lines)
         self._journal.emit(
             "loop",
-            steps=len(schedule),
+            steps=total,
             first=first,
-            samples=schedule.samples,
+            samples=samples,
             parameters=sum(p.numel() for _, p in self._models.parameters()),
         )
         return first
@@ -489,7 +544,7 @@ class Run:
             return 0
         about = self._checkpoints.about(self._checkpoint_at)
         for name, now in self._about_data.items():
-            self._refuse_other(name, about[name], now)
+            self._refuse_other(name, about.get(name), now)
         first = schedule.step_at(self._cursor)
         if first < len(schedule) and schedule.step(first).start > 0:
             self._refuse_other(_EPOCHS_ORDER, about[_EPOCHS_ORDER], self._order.digest(schedule.step(first).epoch))
@@ -501,6 +556,22 @@ class Run:
                 f"the checkpoint was made with {name}: {before}; now it is {now}: the rest would be another",
                 do="go on with the same data set and options, or start another run directory (--run DIR)",
             )
+
+    def _first_step_of_stream(self, stream: Streaming) -> int:
+        finished = self._read_finished()
+        if finished is not None and (finished["left early"] or stream.schedule.done(**finished["stream"])):
+            how = f"; to go on, remove {self._paths.finished}" if finished["left early"] else ""
+            self._journal.say(f"{self.directory} is finished ({finished['step']} steps{how}): nothing is trained again")
+            stream.go_to_end()
+        elif self._checkpoint_at is not None:
+            stream.go_on(self._checkpoints.about(self._checkpoint_at), self._done, self._cursor)
+        return self._done
+
+    def _plan_of_stream(self, stream: Streaming) -> list[str]:
+        """What is read, for the person who runs this, and who computes it."""
+        total = stream.schedule.total
+        whole = Schedule(self._options.global_batch, self._options.global_batch, self._micro_batch(), steps=total or 1)
+        return [f"run directory {self.directory}", *stream.lines(), *self._plan(whole)[2:]]
 
     def _plan(self, schedule: Schedule) -> list[str]:
         """Who computes what, for the person who runs this."""
@@ -545,9 +616,10 @@ class Run:
                 )
         self._agreed_epoch = epoch
 
-    def _begin_step(self, plan: StepPlan, batches: Iterator[Any]) -> Step:
+    def _begin_step(self, plan: Plan, batches: Iterator[Any]) -> Step:
         self._epoch = plan.epoch
-        self._agree_on_order(plan.epoch)
+        if self._stream is None:
+            self._agree_on_order(plan.epoch)
         self._randomness.begin_step(plan.number)
         open_yet = isinstance(self._options.micro_batch, str)
         step = Step(
@@ -559,7 +631,7 @@ class Run:
             self._meeting,
             self.device,
             self._precision,
-            partial(self._choose_micro_batch, plan) if open_yet else None,
+            partial(self._choose_micro_batch, plan) if open_yet and isinstance(plan, StepPlan) else None,
         )
         self._open_step = plan, step
         if plan.number == self._options.trace_step:
@@ -574,7 +646,7 @@ class Run:
     ) -> StepPlan:
         """Tries what fits, by `compute(batch)`, and cuts this step and all later ones accordingly."""
         assert self._steps is not None
-        options, schedule = self._options, self._steps.schedule
+        options, schedule = self._options, self._schedule
 
         def trial(size: int) -> None:
             with self._read([MicroBatch(plan.number, plan.epoch, 0, plan.start, plan.start + size)], 0) as reader:
@@ -599,13 +671,15 @@ class Run:
             )
         need = choice.need
         self._journal.emit("micro-batch", size=need.size, trial=need.trial, room=need.room, limit=need.limit)
-        for line in [choice.line(), *self._plan(self._steps.schedule)[1:]]:
+        for line in [choice.line(), *self._plan(self._schedule)[1:]]:
             self._journal.say(line)
-        return self._steps.schedule.step(plan.number)
+        return self._schedule.step(plan.number)
 
-    def _after_step(self, plan: StepPlan, step: Step) -> None:
+    def _after_step(self, plan: Plan, step: Step) -> None:
         """The loop's body is done: the optimizer has stepped."""
         self._open_step = None
+        if self._stream is not None and isinstance(plan, LaneStep):
+            self._stream.done(plan)
         self._done, self._cursor = plan.number + 1, plan.cursor_after
         loss = step.result.loss if step.result else None
         said = {"fingerprint": self._fingerprint_now()} if self._options.fingerprints else {}
@@ -663,7 +737,7 @@ class Run:
             "epoch": self._epoch,
             "fingerprint": fingerprint,
             **self._about_data,
-            _EPOCHS_ORDER: self._order.digest(self._epoch),
+            **({_EPOCHS_ORDER: self._order.digest(self._epoch)} if self._stream is None else self._stream.place),
             **self._precision.state(),
         }
         began = time.monotonic()
@@ -704,12 +778,14 @@ class Run:
             return  # it was finished before this start, and nothing was trained
         if self._restored and self._checkpoint_at != self._done:
             self._checkpoint()
-        said = {
+        total = self._steps.schedule.total
+        said: dict[str, object] = {
             "step": self._done,
-            "steps": len(self._steps),
-            "left early": self._done < len(self._steps),
+            "steps": total,
+            "left early": self._stream.left_early if self._stream is not None else self._done < len(self._steps),
             "cursor": self._cursor,
             "fingerprint": self._fingerprint_now(),
+            **({} if self._stream is None else {"stream": {"steps": self._done, "epochs": self._stream.epochs}}),
         }
         if self._failure is not None:
             raise MachineError(

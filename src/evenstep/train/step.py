@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import EvenstepError, LossError, PeerFailed, UsageError
+from evenstep.plan.lanes import Plan
 from evenstep.plan.schedule import StepPlan
 from evenstep.plan.tree import tree_sum
 from evenstep.train.batch import split_batch, to_device
@@ -69,7 +70,7 @@ class Step:
 
     def __init__(
         self,
-        plan: StepPlan,
+        plan: Plan,
         batches: Iterator[Any],
         models: Models,
         layout: Layout,
@@ -94,10 +95,11 @@ class Step:
         self.gradients: LeftGradients | None = None  # where a process has a part of the model
         self._cut(plan)
 
-    def _cut(self, plan: StepPlan) -> None:
+    def _cut(self, plan: Plan) -> None:
         """Into micro-batches, of which this process has some."""
         self._plan = plan
-        self._share = self._layout.grid.leaves(plan.micro_batches, self._meeting.rank)
+        self._first = plan.among(range(plan.micro_batches))[0]  # the first micro-batch that there is
+        self._share = plan.among(self._layout.grid.leaves(plan.micro_batches, self._meeting.rank))
 
     def _chosen(self, loss_of: Callable[[Any], torch.Tensor], models: Sequence[nn.Module], site: str) -> None:
         """Chooses the micro-batch, where that is still to be done. `loss_of(batch)` is what is tried."""
@@ -317,7 +319,7 @@ class Work:
             step._meeting.exchange("step.backward, its beginning", signature=signature, site=self.site)
         self.untouched = Untouched(dict(named), lambda: buffers(step._models.named(self.models)), mine)
         self.trained = _digest([name for name, p in named if p.requires_grad])
-        self.reduction = layout.reducer.start(layout.own(named), step._plan.micro_batches)
+        self.reduction = layout.reducer.start(layout.own(named), step._plan.micro_batches, self.share)
         self.sums: Leaves = self.reduction  # what the gradients of a leaf go into
         self.statistics = layout.statistics  # what BatchNorm layers see goes there
         try:
@@ -430,13 +432,13 @@ class Work:
             self.sums.computing = False
 
     def _first_checks(self) -> None:
-        """Once a run: is the loss additive over samples? The process that has micro-batch 0 looks at it; those that
-        hold a model together with it run along."""
+        """Once a run: is the loss additive over samples? The process that has the first micro-batch looks at it; those
+        that hold a model together with it run along."""
         step, lockstep = self.step, self.step._layout.lockstep
         grid, micro_batches = step._layout.grid, step._plan.micro_batches
-        if not any(0 in grid.leaves(micro_batches, rank) for rank in lockstep.ranks):
+        if not any(step._first in grid.leaves(micro_batches, rank) for rank in lockstep.ranks):
             return
-        look = _Look(self) if 0 in self.share else None
+        look = _Look(self) if step._first in self.share else None
         with evaluating(self.models), uncompiled():
             while True:
                 wanted = look.next() if look else []
@@ -503,7 +505,7 @@ class Work:
 
 
 class _Look:
-    """Evaluates micro-batch 0 and its halves, as `additive` wants them."""
+    """Evaluates the first micro-batch and its halves, as `additive` wants them."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -530,8 +532,8 @@ class _Look:
 
     def _begin(self) -> list[tuple[int, int]]:
         step = self._work.step
-        batch = step._batch(0)
-        first, stop = step._plan.micro(0)
+        batch = step._batch(step._first)
+        first, stop = step._plan.micro(step._first)
         halves = split_batch(batch, stop - first)
         if halves is None or any(map(mixes_samples, step._models.modules(self._work.models).values())):
             return []
@@ -543,14 +545,14 @@ class _Look:
         step = self._work.step
         step._randomness.begin("additive", step.number, draw)
         try:
-            returned = self._work.computed(self._parts[part], 0)
+            returned = self._work.computed(self._parts[part], step._first)
             step._layout.lockstep.check(returned)
         except (LossError, UsageError):
             raise
         except Exception as error:
             raise _OnlyInTraining from error
         try:
-            found = leaf(returned, 0)
+            found = leaf(returned, step._first)
         except LossError as error:
             raise _OnlyInTraining from error
         self.found.append((found.value, found.weight))

@@ -6,36 +6,40 @@ import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from operator import itemgetter
 from types import FrameType
 from typing import Any
 
 from evenstep.errors import UsageError
-from evenstep.plan.order import Order
-from evenstep.plan.schedule import Schedule, StepPlan
+from evenstep.plan.lanes import LaneSchedule, Plan
+from evenstep.plan.schedule import Schedule
 from evenstep.train.step import Step
+
+Turns = Iterator[tuple[Plan, Iterator[Any]]]
+"""The steps that are left, each with this process's micro-batches."""
 
 
 @dataclass(frozen=True)
 class Loop:
     """What a run does around each step."""
 
-    begin: Callable[[Schedule, Order], int]  # returns the first step to do
-    read: Callable[[int], Any]  # a Reader of this process's micro-batches, from that step on
-    step: Callable[[StepPlan, Iterator[Any]], Step]
-    after: Callable[[StepPlan, Step], None]
+    begin: Callable[[], int]  # returns the first step to do
+    turns: Callable[[int], AbstractContextManager[Turns]]  # from that step on
+    step: Callable[[Plan, Iterator[Any]], Step]
+    after: Callable[[Plan, Step], None]
     finish: Callable[[], None]
 
 
 class Steps:
-    """The steps of a run, to be looped over once. `len()` is their number in the whole run, on every layout the same.
+    """The steps of a run, to be looped over once. `len()` is their number in the whole run, on every layout the same;
+    epochs of a stream have none.
 
     A resumed run goes on at its cursor, so the loop has fewer turns than `len()`. `break` is safe.
     """
 
-    def __init__(self, schedule: Schedule, order: Order, loop: Loop) -> None:
-        self.schedule, self.order = schedule, order
+    def __init__(self, schedule: Schedule | LaneSchedule, loop: Loop) -> None:
+        self.schedule = schedule
         self._loop = loop
         self._begun = False
         self.left_by_break = False
@@ -49,15 +53,11 @@ class Steps:
                 "run.steps was looped over twice", do="one run has one loop: give it more epochs= or steps="
             )
         self._begun = True
-        first = self._loop.begin(self.schedule, self.order)
-        return self._steps(first)
+        return self._steps(self._loop.begin())
 
     def _steps(self, first: int) -> Iterator[Step]:
-        with self._loop.read(first) as reader:
-            batches = map(itemgetter(1), reader)  # unlike a generator's, its end is not that of the first error
-            for number in range(first, len(self.schedule)):
-                plan = self.schedule.step(number)
-                reader.begin_epoch(plan.epoch)
+        with self._loop.turns(first) as turns:
+            for plan, batches in turns:
                 step = self._loop.step(plan, batches)
                 try:
                     yield step

@@ -58,7 +58,7 @@ class Second:
                 for e, g in zip(flat, self.gradients[i], strict=True)
                 if g is not None and e.requires_grad
             ]
-            if i == 0:  # once, with whichever process has it
+            if i == min(self.gradients):  # once, with whichever process has it
                 own = zip(_parameters(given[:-1]), self.parameters, strict=True)
                 terms += [(p * g.to(p.device)).sum() for p, g in own if g is not None]
             if not terms:
@@ -145,7 +145,7 @@ class Whole:
     def _own(self, untouched: Untouched) -> list[tuple[int, Nest]]:
         """The embeddings of this process's micro-batches."""
         step, found = self._step, []
-        layout, count = step._layout, step._plan.micro_batches
+        layout, plan = step._layout, step._plan
 
         def embed(i: int) -> None:
             batch = step._batch(i)
@@ -153,9 +153,10 @@ class Whole:
             with torch.no_grad(), untouched.while_computing(batch), step._precision.computing():
                 found.append((i, _plain(self._embed_fn(*self._models, batch))))
 
-        mine = list(layout.grid.leaves(count, step._meeting.rank))
+        mine = step._share
+        shares = [plan.among(layout.grid.leaves(plan.micro_batches, rank)) for rank in layout.lockstep.ranks]
         passes = layout.lockstep.passes(self._models, "the embeddings of step.backward_whole", self._site)
-        for number in range(max(len(layout.grid.leaves(count, rank)) for rank in layout.lockstep.ranks)):
+        for number in range(max(map(len, shares))):
             passes.run(partial(embed, mine[number]) if number < len(mine) else None)
         passes.check()
         return found
@@ -179,10 +180,12 @@ class Whole:
             rows = [(i, to_device(nest, step._device)) for answer in answers for i, nest in decode_tree(answer[1:])]
         found = dict(sorted(rows, key=lambda row: row[0]))
         forms = {i: _form(nest) for i, nest in found.items()}
+        first = min(forms)
         for i, form in forms.items():
-            if form != forms[0]:
+            if form != forms[first]:
                 raise LossError(
-                    f"the embedding function returned {forms[0]} for micro-batch 0 and {form} for micro-batch {i}",
+                    f"the embedding function returned {forms[first]} for micro-batch {first} and {form} for "
+                    f"micro-batch {i}",
                     do="return the same nest of tensors for every micro-batch, with one size behind dimension 0 "
                     "(the rows); pad what differs",
                 )
@@ -195,7 +198,7 @@ class Whole:
         parameters = _parameters(self._models)
         trained = [p for p in parameters if p.requires_grad]
         step._randomness.begin("whole", step.number, self._call)
-        whole = _filled(embeddings[0], iter(joined))
+        whole = _filled(embeddings[min(embeddings)], iter(joined))
         with torch.enable_grad(), untouched.while_computing(None), step._precision.computing():
             total, metrics = _checked(self._loss_fn(*self._models, whole))
         if self._first:

@@ -258,8 +258,9 @@ class Shards:
                     whole.requires_grad_(True)  # FSDP tells it only when it gathers
                     self._hooks[id(whole)] = whole.register_post_accumulate_grad_hook(self._ready)
 
-    def start(self, named: Named, leaves: int) -> ShardedSum:
-        """Begins to sum the gradients of `named` over micro-batches 0..leaves-1."""
+    def start(self, named: Named, leaves: int, present: Sequence[int] | None = None) -> ShardedSum:
+        """Begins to sum the gradients of `named` over micro-batches 0..leaves-1. `present` is for other layouts: here
+        a micro-batch that is missing is a round in which this process runs along."""
         self.active = ShardedSum(self, named, leaves)
         return self.active
 
@@ -275,17 +276,23 @@ class Shards:
     # ---- one step.backward
 
     def compute(self, work: Work) -> None:
-        """The rounds of a step: in each one, every shard of a replica computes one micro-batch, or runs along."""
+        """The rounds of a step: in each one, every shard of a replica computes one micro-batch, or runs along.
+
+        A round without any micro-batch is left out."""
         models, reduction = work.models, work.reduction
         assert isinstance(reduction, ShardedSum)
         work.known = set(self.names)
         passes = ShardPasses(self, models, f"step.backward {work.call} {_origin(work.loss_fn)}", work.site)
-        rounds = self.grid.rounds(work.step._plan.micro_batches, self.ground.world.rank)
-        for number in range(rounds):
+        rounds = self._rounds(work)
+        last = max((number for number, there in enumerate(rounds) if there), default=None)
+        for number, there in enumerate(rounds):
+            if not there:
+                reduction.leaf_done()
+                continue
             losses: list[Tensor] = []
-            mine = work.share[number] if number < len(work.share) else None
+            mine = next((i for i in there if i in work.share), None)
             passes.run(None if mine is None else partial(_leaf, work, mine, losses), "loss")
-            if number == rounds - 1:
+            if number == last:
                 passes.check()
                 try:
                     work.open()
@@ -298,9 +305,15 @@ class Shards:
             passes.run(partial(self._backward, work, losses.pop()) if graph else None, part)
             losses.clear()
             reduction.leaf_done()
-        if rounds == 0:
+        if last is None:
             work.open()
         passes.check()
+
+    def _rounds(self, work: Work) -> list[Sequence[int]]:
+        """For each round, the micro-batches that the shards of this replica compute."""
+        plan, grid = work.step._plan, self.grid
+        whole = grid.share(plan.micro_batches, self.place_here.replica)
+        return [plan.among(whole[k : k + grid.shards]) for k in range(0, len(whole), grid.shards)]
 
     def _backward(self, work: Work, loss: Tensor) -> None:
         models = work.models

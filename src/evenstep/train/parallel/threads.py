@@ -12,6 +12,7 @@ import contextvars
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,8 +57,7 @@ class ThreadReplicas:
             self._is_installed = True
         self._make_copies(work)
         work.read_all()
-        shares = [share(len(work.share), len(self._devices), k) for k in range(len(self._devices))]
-        parts = [_Part(self, work, k, work.share[s.start : s.stop]) for k, s in enumerate(shares) if s]
+        parts = [_Part(self, work, k, *part) for k, part in enumerate(_parts(work, len(self._devices)))]
         self._leaves = {part.number: part.leaves for part in parts}
         reduction = work.reduction
         assert isinstance(reduction, Reduction)
@@ -114,7 +114,8 @@ class ThreadReplicas:
 class _Part:
     """What one replica does of a step.backward."""
 
-    def __init__(self, replicas: ThreadReplicas, work: Work, k: int, mine: range) -> None:
+    def __init__(self, replicas: ThreadReplicas, work: Work, k: int, whole: range, mine: Sequence[int]) -> None:
+        """`mine`: the micro-batches among `whole` that there are."""
         models = work.step._models
         copies = replicas._copies[k]
         self._own, self._device = replicas._own[k], replicas._devices[k][0]
@@ -126,7 +127,7 @@ class _Part:
 
         known = {id(p): name for name, p in twins(models.parameters())}
         trained = twins(zip(work.reduction.names, work.reduction.params, strict=True))
-        self.leaves = Leaves(trained, self.share, replicas._exact, known)
+        self.leaves = Leaves(trained, whole, replicas._exact, known, mine)
         chosen = [copies.models[models.all.index(model)] for model in work.models]
         parameters = dict(twins(models.parameters(work.models)))
         self._statistics = replicas._statistics[k]
@@ -177,6 +178,7 @@ class _Part:
         work = self.work
         keyed = work.step._randomness.keyed_replica(self._own)
         with self._inherited.entered(self._device), keyed, self._statistics.active():
+            self.leaves.pass_over()
             for i in self.share:
                 if self.stop:
                     return
@@ -193,7 +195,7 @@ class _Part:
                 self.leaves.leaf_done()
             work.untouched.check_buffers()
             if not self.leaves.exact:
-                self.leaves.push(Node(0, self.share.start), self.leaves.take())
+                self.leaves.push(Node(0, self.share[0]), self.leaves.take())
 
     def hand_over(self) -> None:
         """In the main thread: the sums go into the process's reduction."""
@@ -227,6 +229,14 @@ class _Inherited:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
             yield
+
+
+def _parts(work: Work, replicas: int) -> list[tuple[range, Sequence[int]]]:
+    """Neighbouring micro-batches for each replica, and those among them that there are; no replica for none."""
+    there = [share(len(work.share), replicas, k) for k in range(replicas)]
+    mine = [work.share[s.start : s.stop] for s in there if s]
+    bounds = [work.reduction.position, *(m[0] for m in mine[1:]), work.reduction.share.stop]
+    return [(range(*bound), m) for bound, m in zip(pairwise(bounds), mine, strict=False)]
 
 
 def _side_by_side(parts: Sequence[_Part]) -> None:

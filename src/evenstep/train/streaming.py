@@ -1,0 +1,311 @@
+"""The steps of a run over a stream: what each lane has left, agreed on by all processes before each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from evenstep.errors import EvenstepError, IdentityError, PeerFailed, UsageError
+from evenstep.plan.grid import Grid
+from evenstep.plan.lanes import LaneSchedule, LaneStep, Place
+from evenstep.train.lane import HASHED, Lane, Mark
+from evenstep.train.lane_reader import Found, LaneReader, LaneSamples
+from evenstep.train.meeting import Meeting
+from evenstep.train.options import Options
+from evenstep.train.randomness import kept_generators
+from evenstep.train.samples import Collate
+from evenstep.train.stream import Stream
+
+_SLOW = 1.0  # seconds of reading again that are worth a line
+
+
+class Streaming:
+    """A run's stream, on this process. `check` and, at a checkpoint's place, `go_on` come before `turns`."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        schedule: LaneSchedule,
+        *,
+        seed: int,
+        shuffle: bool,
+        meeting: Meeting,
+        grid: Grid,
+        collate: Collate | None,
+        loaders: int,
+        pin: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.stream, self.schedule = stream, schedule
+        self._seed, self._shuffle, self._meeting = seed, shuffle, meeting
+        self._mine = grid.leaves(schedule.lanes.count, meeting.rank)
+        self._collate, self._loaders, self._pin, self._say = collate, loaders, pin, say
+        self._place = Place()
+        self._finished = False  # before this start
+        self._ended: set[int] = set()  # lanes that have ended in the epoch of the place
+        self._marks: dict[int, Mark] = {}  # of all lanes that have not, as far as they have been read
+        self._saved: dict[str, Any] = {}
+        self._after = self._place  # the steps that are done
+
+    # ---- before the loop
+
+    def check(self) -> None:
+        """UsageError on every process where they would read different streams, or one that is not the same again."""
+        said: dict[str, Any] = {"failed": None}
+        error: EvenstepError | None = None
+        try:
+            first = [self._beginning(), self._beginning()]
+            if first[0] != first[1]:
+                error = UsageError(
+                    "the stream does not give the same samples again: lane 0 of epoch 0 was begun twice, and the hash "
+                    f"of its first {HASHED} samples was {first[0]}, then {first[1]}",
+                    do="make(lane, lanes, epoch) must return a new iterator each time, over the same records: sort "
+                    "what it lists, draw from the global generators of torch, numpy and random, which are keyed, or "
+                    "seed others from `epoch`",
+                )
+            said = {"failed": None if error is None else error.message, **self._identity(), "first": first[0]}
+        except EvenstepError as caught:
+            error, said = caught, {"failed": caught.message}
+        answers = self._meeting.say("run.steps", said, site="")
+        if error is not None:
+            raise error
+        for rank, answer in enumerate(answers):
+            if answer["failed"] is not None:
+                raise UsageError(f"rank {rank}: {answer['failed']}", do="see its log")
+            if answer != answers[0]:
+                raise UsageError(
+                    f"rank {rank} has {answer}, rank 0 has {answers[0]}: the stream is not the same on all processes",
+                    do="let it depend on lane, lanes and epoch alone: not on the rank, nor on files that only one host "
+                    "has; give a shuffle of its own a seed",
+                )
+
+    def _beginning(self) -> str:
+        """A hash of the first records of lane 0."""
+        stream = Stream(self.stream.source, HASHED)
+        with kept_generators():
+            lane = Lane(stream, 0, self.schedule.lanes.count, 0, seed=self._seed, shuffle=False)
+            next(lane.take(1), None)
+            lane.close()
+        return lane.mark.hash if lane.mark is not None else "none"
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "source": self.stream.source.about(),
+            "lanes": self.schedule.lanes.count,
+            "block": self.stream.block,
+            "shuffle": self._shuffle,
+        }
+
+    def go_on(self, about: Mapping[str, Any], done: int, cursor: int) -> None:
+        """From the place that a checkpoint names, after `done` steps. IdentityError where it was another stream."""
+        saved = about.get("stream")
+        if saved is None:
+            raise IdentityError(
+                "the checkpoint was made with a map-style data set, now there is a stream",
+                do="go on with the same data, or start another run directory (--run DIR)",
+            )
+        for name, now in self._identity().items():
+            if saved[name] != now:
+                raise IdentityError(
+                    f"the checkpoint was made with a stream of {name}={saved[name]}, now it is {now}: the rest would "
+                    "be another",
+                    do="go on with the same stream and options, or start another run directory (--run DIR)",
+                )
+        self._place = self._after = Place(done, saved["epoch"], saved["turn"], cursor)
+        self._ended = set(saved["ended"])
+        self._marks = {int(lane): Mark(*values) for lane, values in saved["marks"].items()}
+        self._saved = dict(saved)
+
+    def go_to_end(self) -> None:
+        """Nothing is left to do."""
+        self._finished = True
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to do."""
+        return self._finished or self.schedule.over(self._place)
+
+    def lines(self) -> list[str]:
+        """What is going to be read, for people."""
+        lanes, source = self.schedule.lanes, self.stream.source
+        shuffled = f"shuffled in blocks of {self.stream.block}" if self._shuffle else "in order"
+        what = f"stream {source.about()}: {lanes.count} lanes of {lanes.micro_batch} samples a step, {shuffled}"
+        if self._loaders > len(self._mine):
+            what += f"; {len(self._mine)} loader processes of {self._loaders}: one for each lane of this process"
+        return [what, *source.notes(lanes.count), *self._cost()]
+
+    def _cost(self) -> list[str]:
+        """What going on costs."""
+        turn = self._place.turn
+        if not turn:
+            return []
+        left = [lane for lane in range(self.schedule.lanes.count) if lane not in self._ended]
+        block, size = self.stream.block, self.schedule.lanes.micro_batch
+        again = [self._again(lane, turn) for lane in left]
+        seeks = sum(lane in self._marks and self._marks[lane].state is not None for lane in left)
+        how = f"{seeks} of {len(left)} lanes go on from a mark" if seeks else "the source cannot seek"
+        return [
+            f"the stream goes on at turn {turn} of epoch {self._place.epoch}: {how}, up to "
+            f"{max(again, default=0)} records of a lane are read again (a block is {block}, a step takes {size})"
+        ]
+
+    def _again(self, lane: int, turn: int) -> int:
+        position, block = turn * self.schedule.lanes.size(lane), self.stream.block
+        whole = -(-position // block) * block
+        mark = self._marks.get(lane)
+        return whole - (mark.block * block if mark is not None and mark.state is not None else 0)
+
+    # ---- in the loop
+
+    @contextmanager
+    def turns(self) -> Iterator[Iterator[tuple[LaneStep, Iterator[Any]]]]:
+        """The steps that are left, each with this process's micro-batches."""
+        samples = LaneSamples(
+            self.stream,
+            self.schedule.lanes,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            collate=self._collate,
+            marks=dict(self._marks),
+            epoch=self._place.epoch,
+            ended=sorted(self._ended),
+        )
+        reader = LaneReader(
+            samples,
+            self.schedule.lanes,
+            self._mine,
+            seed=self._seed,
+            rank=self._meeting.rank,
+            loaders=self._loaders,
+            pin=self._pin,
+            say=self._say,
+        )
+        try:
+            yield self._turns(reader)
+        finally:
+            reader.close()
+
+    def _turns(self, reader: LaneReader) -> Iterator[tuple[LaneStep, Iterator[Any]]]:
+        place = self._place
+        while not self._finished and not self.schedule.over(place):
+            began = time.monotonic()
+            read, found = self._read(reader, place)
+            self._tell_cost(read, began)
+            step = self.schedule.step(place, found)
+            self._take_ended(step, found)
+            yield step, iter([read[i][1] for i in step.among(self._mine)])
+            place = step.after
+
+    def _read(
+        self, reader: LaneReader, place: Place
+    ) -> tuple[dict[int, tuple[Found, Any]], dict[int, tuple[int, bool]]]:
+        """This process's micro-batches, and what all processes have found in the lanes. Where one cannot read, all
+        raise."""
+        read: dict[int, tuple[Found, Any]] = {}
+        error: Exception | None = None
+        try:
+            read = reader.read(place.epoch, place.turn)
+        except Exception as caught:
+            error = caught
+        said: dict[str, Any] = {"failed": None if error is None else f"{type(error).__name__}: {error}"}
+        said["lanes"] = {lane: self._news(lane, found) for lane, (found, _) in read.items()}
+        answers = self._meeting.say("run.steps, its next batch", said, signature=f"step {place.number}", site="")
+        if error is not None:
+            raise error
+        for rank, answer in enumerate(answers):
+            if answer["failed"] is not None:
+                raise PeerFailed(
+                    f"rank {rank} could not read the batch of step {place.number}: {answer['failed']}",
+                    do=f"see the log of rank {rank}",
+                )
+        lanes = {int(lane): values for answer in answers for lane, values in answer["lanes"].items()}
+        for lane, (_, _, mark) in lanes.items():
+            if mark is not None:
+                self._marks[lane] = Mark(*mark)
+        if not place.turn and not place.epoch:
+            _refuse_alike(self._marks)
+        return read, {lane: (size, more) for lane, (size, more, _) in lanes.items()}
+
+    def _news(self, lane: int, found: Found) -> list[Any]:
+        """What others do not know of a lane yet."""
+        known = self._marks.get(lane)
+        new = found.mark is not None and found.mark != known
+        return [found.size, found.more, found.mark.said() if new and found.mark is not None else None]
+
+    def _take_ended(self, step: LaneStep, found: Mapping[int, tuple[int, bool]]) -> None:
+        self._ended = {lane for lane in range(self.schedule.lanes.count) if not found.get(lane, (0, False))[1]}
+
+    def _tell_cost(self, read: Mapping[int, tuple[Found, Any]], began: float) -> None:
+        again = [found.again for found, _ in read.values() if found.again is not None]
+        if again and time.monotonic() - began > _SLOW:
+            self._say(
+                f"{sum(a.records for a in again)} records of {len(again)} lanes were read again in "
+                f"{time.monotonic() - began:.1f} s"
+            )
+
+    def done(self, step: LaneStep) -> None:
+        """The optimizer has stepped: the next checkpoint is of the place after `step`."""
+        place = self._after = step.after
+        inside = place.turn > 0
+        self._saved = {
+            **self._identity(),
+            "epoch": place.epoch,
+            "turn": place.turn,
+            "ended": sorted(self._ended) if inside else [],
+            "marks": {str(lane): m.said() for lane, m in sorted(self._marks.items()) if lane not in self._ended}
+            if inside
+            else {},
+        }
+
+    @property
+    def epochs(self) -> int:
+        """How many whole epochs are done."""
+        return self._after.epoch
+
+    @property
+    def left_early(self) -> bool:
+        """Whether steps are left that were not done."""
+        return not self.schedule.over(self._after)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the stream."""
+        return {"stream": self._saved}
+
+
+def refuse_with_stream(options: Options, **given: object) -> None:
+    """UsageError for arguments of `run.steps` (None: not given) and options that do not go with a stream."""
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(
+                f"{name}= is for data sets with a length, and data is a stream",
+                do="leave it out; give steps= for a number of steps, and filter in make(lane, lanes, epoch)",
+            )
+    if isinstance(options.micro_batch, str):
+        raise UsageError(
+            'micro_batch="auto" with a stream: it is cut into as many lanes as a step has micro-batches',
+            do="give a number (--micro-batch N)",
+        )
+    if options.batchnorm == "sync":
+        raise UsageError(
+            'batchnorm="sync" with a stream is not offered: lanes end at different steps',
+            do='use batchnorm="exact" (the default)',
+        )
+
+
+def _refuse_alike(marks: Mapping[int, Mark]) -> None:
+    """UsageError where two lanes begin with the same samples, unless these are all the same."""
+    seen: dict[str, int] = {}
+    for lane, mark in sorted(marks.items()):
+        if mark.block or not mark.hash or mark.alike:
+            continue
+        if mark.hash in seen:
+            raise UsageError(
+                f"lanes {seen[mark.hash]} and {lane} of the stream begin with the same samples: each sample would be "
+                "read several times",
+                do="let make(lane, lanes, epoch) read a part of its own in each lane: files[lane::lanes], or "
+                "itertools.islice(records, lane, None, lanes)",
+            )
+        seen[mark.hash] = lane

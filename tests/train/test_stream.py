@@ -1,0 +1,380 @@
+"""Streams: the same model on every layout and through a kill, each sample once, and what is refused by name."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import evenstep
+from evenstep.errors import DataError, IdentityError, PeerFailed, UsageError
+from evenstep.record.checkpoints import Checkpoints
+from evenstep.record.paths import RunPaths
+from tests.ranks import run_ranks
+from tests.train.scripts import adamw, fingerprints, training_run
+
+LENGTHS = [10, 7, 0, 13, 9, 1, 12]  # of the lanes: an empty one, and one that ends in the middle of a micro-batch
+BATCH = {"global_batch": 20, "micro_batch": 3}  # 7 lanes, the last of which takes 2 samples a step
+STEPS = 6  # of an epoch: lane 6 has 12 samples
+
+
+def make(lane: int, lanes: int, epoch: int) -> Iterator[tuple[Tensor, int]]:
+    """Samples with noise from two of the global generators, and their numbers."""
+    assert lanes == len(LENGTHS)
+    for k in range(LENGTHS[lane]):
+        yield torch.randn(4) * 0.1 + k + np.random.rand(), epoch * 1000 + lane * 100 + k
+
+
+STREAM = evenstep.stream(make, block=4)
+
+
+class Seeking(Iterator[tuple[Tensor, int]]):
+    """The same samples, from any place on."""
+
+    opened: ClassVar[list[int]] = []  # how many samples each iterator gave
+
+    def __init__(self, lane: int, lanes: int, epoch: int) -> None:
+        self.lane, self.epoch, self.k = lane, epoch, 0
+        self.opened.append(0)
+        self.place = len(self.opened) - 1
+
+    def __next__(self) -> tuple[Tensor, int]:
+        if self.k == LENGTHS[self.lane]:
+            raise StopIteration
+        self.k += 1
+        self.opened[self.place] += 1
+        k = self.k - 1
+        return torch.randn(4) * 0.1 + k + np.random.rand(), self.epoch * 1000 + self.lane * 100 + k
+
+    def state_dict(self) -> dict[str, int]:
+        return {"k": self.k}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.k = state["k"]
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Any:
+    values, numbers = batch
+    return (model(values).squeeze(1) - (numbers % 3)).square().sum(), len(numbers)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh()), nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 1))
+    )
+
+
+def train(
+    directory: Path,
+    data: evenstep.Stream,
+    stop: int | None = None,
+    *,
+    epochs: int | None = 2,
+    steps: int | None = None,
+    loaders: int = 0,
+    shuffle: bool = True,
+    model: Callable[[], nn.Module] = net,
+    **options: Any,
+) -> tuple[list[str], list[int], list[tuple[int, bool]]]:
+    """The fingerprints of the steps done, the numbers of the samples that this process read for them, and the samples
+    and the end of the epoch that each step has. `stop`: dies in the step of that number."""
+    seen: list[int] = []
+    told: list[tuple[int, bool]] = []
+
+    def collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+        seen.extend(number for _, number in samples)
+        return torch.stack([value for value, _ in samples]), torch.tensor([number for _, number in samples])
+
+    with training_run(directory, **{**BATCH, "checkpoint_every": 1, **options}) as run:
+        prepared = run.prepare(model())
+        optimizer = adamw(prepared.parameters())
+        turns = run.steps(data, epochs=epochs, steps=steps, collate=collate, loaders=loaders, shuffle=shuffle)
+        run.restore(model=prepared, optimizer=optimizer)
+        for step in turns:
+            if step.number == stop:
+                run._close(failed=True)
+                return [], seen, told
+            step.backward(loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append((step.samples, step.ends_epoch))
+    return fingerprints(run), seen, told
+
+
+def plain() -> nn.Module:
+    """Without batch statistics: a lane's last micro-batch has one sample."""
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 1)))
+
+
+EXPECTED = {epoch * 1000 + lane * 100 + k for epoch in range(2) for lane, n in enumerate(LENGTHS) for k in range(n)}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[tuple[int, bool]]]:
+    """The training in one process: fingerprints and what steps say of themselves."""
+    (done,) = run_ranks(partial(train, model=plain), 1, tmp_path_factory.mktemp("alone"), STREAM)
+    found, seen, told = done
+    assert len(seen) == len(EXPECTED) == len(set(seen))
+    assert set(seen) == EXPECTED
+    assert seen != sorted(seen)
+    assert told == [(15, False), (14, False), (12, False), (6, False), (3, False), (2, True)] * 2
+    assert len(set(found)) == 12
+    return found, told
+
+
+Alone = tuple[list[str], list[tuple[int, bool]]]
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (3, {"loaders": 2}),
+    (5, {}),
+    (1, {"thread_replicas": 3}),
+    (2, {"thread_replicas": 2}),
+    (2, {"shard": True}),
+    (4, {"shard": True, "replicas": 2}),
+    (4, {"stages": 2}),
+    (1, {"split": 2, "loaders": 3}),
+]
+
+
+@pytest.mark.parametrize(("processes", "options"), LAYOUTS, ids=str)
+def test_a_stream_trains_the_same_model_on_every_layout(
+    processes: int, options: dict[str, Any], alone: Alone, tmp_path: Path
+) -> None:
+    done = run_ranks(partial(train, model=plain, **options), processes, tmp_path, STREAM, timeout=100)
+    for found, _, told in done:
+        assert (found, told) == alone
+    if "loaders" not in options and "stages" not in options:
+        taken = Counter(number for _, seen, _ in done for number in seen)
+        assert set(taken) == EXPECTED
+        assert set(taken.values()) == {1}
+
+
+# ---- killed and resumed
+
+
+@pytest.mark.parametrize(("processes", "stop", "then"), [(1, 3, 2), (2, 9, 5), (3, 5, 1), (5, 2, 3)])
+def test_a_killed_run_goes_on_on_another_number_of_processes(
+    processes: int, stop: int, then: int, alone: Alone, tmp_path: Path
+) -> None:
+    """In the middle of an epoch, at its end and with lanes that have ended; what was taken is not taken again."""
+    fingerprint, told = alone
+    before = run_ranks(partial(train, model=plain), processes, tmp_path, STREAM, stop)
+    after = run_ranks(partial(train, model=plain, loaders=2 * (then == 2)), then, tmp_path, STREAM)
+    for found, _, rest in after:
+        assert found[-(len(told) - stop) :] == fingerprint[stop:]
+        assert rest == told[stop:]
+    if then != 2:
+        samples = Counter(number for _, seen, _ in after for number in seen)
+        assert set(samples.values()) == {1}
+        assert sum(samples.values()) == sum(size for size, _ in told[stop:])
+        done = Counter(number for _, seen, _ in before for number in seen)
+        # The step that died had read its samples, and nobody else's.
+        assert sum((done & samples).values()) == told[stop][0]
+        assert set(done) | set(samples) == EXPECTED
+
+
+def test_going_on_seeks_where_the_source_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """...and else reads again from the beginning of the epoch, with the cost told; block by block the same samples."""
+    made = {"reads again": evenstep.stream(make, block=4), "seeks": evenstep.stream(Seeking, block=4)}
+    lines, found = {}, {}
+    for name, stream in made.items():
+        directory = tmp_path / name
+        train(directory, stream, 4, model=plain)
+        capsys.readouterr()
+        Seeking.opened.clear()
+        found[name], _, _ = train(directory, stream, model=plain)
+        (lines[name],) = (line for line in capsys.readouterr().err.splitlines() if "goes on at turn" in line)
+    assert found["seeks"] == found["reads again"]
+    assert len(found["seeks"]) == 12
+    assert "the source cannot seek, up to 12 records of a lane are read again" in lines["reads again"]
+    assert "2 of 2 lanes go on from a mark, up to 4 records of a lane are read again" in lines["seeks"]
+    # Lane 3 had given 12 of 13 samples, lane 6 8 of 12: the marks lie a block before. The first two are the check's.
+    assert Seeking.opened[2:4] == [5, 8]
+
+
+class Changing:
+    """Gives other samples each time, from `lane` on."""
+
+    def __init__(self, lane: int) -> None:
+        self.lane, self.calls = lane, itertools.count()
+
+    def __call__(self, lane: int, lanes: int, epoch: int) -> Iterator[tuple[Tensor, int]]:
+        more = next(self.calls) if lane >= self.lane else 0
+        for k in range(LENGTHS[lane]):
+            yield torch.full((4,), float(k + more)), lane * 100 + k
+
+
+def test_a_stream_that_is_not_the_same_again_is_named_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"does not give the same samples again: lane 0 of epoch 0 was begun twice"):
+        train(tmp_path / "a", evenstep.stream(Changing(0), block=4), model=plain)
+    once = [iter([(torch.ones(4), 1), (torch.zeros(4), 2)]) for _ in LENGTHS]
+    with pytest.raises(UsageError, match=r"was begun twice(.|\n)*must return a new iterator each time"):
+        train(tmp_path / "b", evenstep.stream(lambda lane, lanes, epoch: once[lane]), model=plain)
+
+
+def test_a_stream_that_is_not_the_same_again_is_named_at_a_resume(tmp_path: Path) -> None:
+    stream = evenstep.stream(Changing(3), block=4)
+    train(tmp_path, stream, 3, model=plain)
+    with pytest.raises(DataError, match=r"lane 3 of the stream does not give the same samples again: block"):
+        train(tmp_path, stream, model=plain)
+
+
+def of_rank() -> str:
+    """Each process has another stream."""
+    rank = int(__import__("os").environ["RANK"])
+
+    def own(lane: int, lanes: int, epoch: int) -> Iterator[tuple[Tensor, int]]:
+        return ((torch.full((4,), float(rank + k)), k) for k in range(3))
+
+    with pytest.raises(UsageError) as caught:
+        train(Path("run"), evenstep.stream(own), model=plain)
+    return caught.value.message
+
+
+def test_processes_with_different_streams_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for message in run_ranks(of_rank, 2):
+        assert message.startswith("rank 1 has {'failed': None, 'source': 'of_rank.<locals>.own'")
+        assert message.endswith("the stream is not the same on all processes")
+
+
+def test_a_checkpoint_of_another_stream_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, STREAM, 3, model=plain)
+    with pytest.raises(IdentityError, match=r"made with a stream of block=4, now it is 5"):
+        train(tmp_path, evenstep.stream(make, block=5), model=plain)
+    with pytest.raises(IdentityError, match=r"made with a stream of shuffle=True, now it is False"):
+        train(tmp_path, STREAM, model=plain, shuffle=False)
+    with training_run(tmp_path, **BATCH) as run:
+        model = run.prepare(plain())
+        optimizer = adamw(model.parameters())
+        steps = run.steps([(torch.ones(4), 1)] * 30, epochs=1)
+        run.restore(model=model, optimizer=optimizer)
+        with pytest.raises(IdentityError):
+            next(iter(steps))
+        run._close(failed=True)
+
+
+def test_a_damaged_mark_does_not_matter_where_the_source_cannot_seek(alone: Alone, tmp_path: Path) -> None:
+    train(tmp_path, STREAM, 7, model=plain)
+    about = Checkpoints(RunPaths(tmp_path)).about(7)
+    assert (about["stream"]["epoch"], about["stream"]["turn"]) == (1, 1)
+    assert about["stream"]["ended"] == [2, 5]
+    assert set(about["stream"]["marks"]) == {"0", "1", "3", "4", "6"}
+    assert train(tmp_path, STREAM, model=plain)[0] == alone[0]
+
+
+def test_a_finished_stream_goes_on_for_more_epochs(alone: Alone, tmp_path: Path) -> None:
+    first, _, told = train(tmp_path, STREAM, epochs=1, model=plain)
+    assert (first, told) == (alone[0][:6], alone[1][:6])
+    assert train(tmp_path, STREAM, epochs=1, model=plain)[2] == []
+    assert train(tmp_path, STREAM, epochs=2, model=plain)[0] == alone[0]
+
+
+# ---- lengths
+
+
+def test_an_infinite_stream_ends_after_its_steps(tmp_path: Path) -> None:
+    def counting(lane: int, lanes: int, epoch: int) -> Iterator[tuple[Tensor, int]]:
+        return ((torch.randn(4), lane + lanes * k) for k in itertools.count())
+
+    stream = evenstep.stream(counting)
+    done = [
+        run_ranks(partial(train, model=plain, epochs=None, steps=5, loaders=n % 2), n, tmp_path / str(n), stream)
+        for n in (1, 2, 3)
+    ]
+    for ranks in done:
+        for found, _, told in ranks:
+            assert found == done[0][0][0]
+            assert told == [(20, False)] * 5
+
+
+def test_a_scheduler_that_needs_the_length_gets_a_clear_error(tmp_path: Path) -> None:
+    with training_run(tmp_path, **BATCH) as run:
+        model = run.prepare(plain())
+        optimizer = adamw(model.parameters())
+        steps = run.steps(STREAM, epochs=2)
+        with pytest.raises(UsageError, match=r"a stream has no length(.|\n)*run.steps\(stream, steps=1000\)"):
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=len(steps))
+        assert len(list(steps)) == 12  # list asks for a length, too
+
+
+def test_an_empty_stream_is_named(tmp_path: Path) -> None:
+    def once(lane: int, lanes: int, epoch: int) -> Iterator[tuple[Tensor, int]]:
+        return make(lane, lanes, epoch) if epoch == 0 else iter(())
+
+    for data, where in ((lambda *_: iter(()), "epoch 0"), (once, "epoch 1")):
+        with pytest.raises(UsageError, match=rf"{where} of the stream has no sample in any of its 7 lanes"):
+            train(tmp_path / where, evenstep.stream(data), model=plain)
+
+
+# ---- what is refused, and what is said
+
+
+AUTO = {"micro_batch": "auto", "memory": "2GiB"}
+SYNC = {"batchnorm": "sync"}
+
+
+def test_what_does_not_go_with_a_stream_is_refused_by_name(tmp_path: Path) -> None:
+    def said(**given: Any) -> str:
+        arguments: dict[str, Any] = {"epochs": 1, **given}
+        with training_run(tmp_path, **BATCH) as run, pytest.raises(UsageError) as caught:
+            run.steps(STREAM, **arguments)
+        return caught.value.message
+
+    assert said(order=[1]) == "order= is for data sets with a length, and data is a stream"
+    assert said(weights=[1]).startswith("weights= is for")
+    assert said(drop_last=True).startswith("drop_last= is for")
+    assert said(lengths=[1]).startswith("lengths= is for")
+    assert "either epochs= or steps=" in said(steps=3)
+    for options, words in ((AUTO, 'micro_batch="auto" with a stream'), (SYNC, 'batchnorm="sync" with a stream')):
+        with (
+            training_run(tmp_path / words[:4], **{**BATCH, **options}) as run,
+            pytest.raises(UsageError, match=words),
+        ):
+            run.steps(STREAM, epochs=1)
+
+
+def test_lanes_that_begin_alike_are_refused(tmp_path: Path) -> None:
+    records = [(torch.full((4,), float(k)), k) for k in range(40)]
+    with pytest.raises(UsageError, match=r"lanes 0 and 1 of the stream begin with the same samples(.|\n)*islice"):
+        train(tmp_path / "a", evenstep.stream(lambda lane, lanes, epoch: iter(records)), model=plain)
+    same = evenstep.stream(lambda lane, lanes, epoch: itertools.repeat((torch.ones(4), 1), 5))
+    assert len(train(tmp_path / "b", same, model=plain)[0]) == 6  # all alike: made up
+
+
+def test_one_object_that_changes_is_refused(tmp_path: Path) -> None:
+    def again(lane: int, lanes: int, epoch: int) -> Iterator[list[Any]]:
+        sample: list[Any] = [None, None]
+        for k in range(8):
+            sample[:] = torch.full((4,), float(k + lane)), k
+            yield sample
+
+    with pytest.raises(UsageError, match=r"lane 0 of the stream hands out one object again and again"):
+        train(tmp_path, evenstep.stream(again), model=plain)
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_a_record_that_cannot_be_read_is_named_on_every_process(loaders: int, tmp_path: Path) -> None:
+    def broken(lane: int, lanes: int, epoch: int) -> Iterator[tuple[Tensor, int]]:
+        for k in range(9):
+            if lane == 5 and k == 4:
+                raise OSError("torn")
+            yield torch.randn(4), lane + 7 * k
+
+    def body() -> str:
+        with pytest.raises((DataError, PeerFailed)) as caught:
+            train(tmp_path, evenstep.stream(broken, block=3), model=plain, loaders=loaders)
+        return f"{type(caught.value).__name__}: {caught.value.message}"
+
+    here, there = sorted(run_ranks(body, 2))
+    assert here.startswith("DataError: sample 3 of lane 5 (epoch 0) could not be read: OSError: torn (on rank 1")
+    assert "rank 1 could not read the batch of step 1: DataError: sample 3 of lane 5" in there
