@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -128,7 +129,7 @@ class Reader:
                     prefetch=self._prefetch,
                     pin=self._pin,
                     seed=self._seed,
-                    say=lambda line: self._say(f"rank {self._rank} {line}"),
+                    say=partial(say_of_rank, self._say, self._rank),  # not this object: it would keep itself alive
                 )
             task, loader, read = next(self._loading)
         except StopIteration:
@@ -160,6 +161,11 @@ class Reader:
 
 def _say(line: str) -> None:
     print(f"evenstep: {line}", file=sys.stderr, flush=True)
+
+
+def say_of_rank(say: Callable[[str], None], rank: int, line: str) -> None:
+    """`line` of process `rank`."""
+    say(f"rank {rank} {line}")
 
 
 def _tasks(order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[Task]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import default_collate, get_worker_info
 from evenstep.errors import DataError, EvenstepError, UsageError
 from evenstep.plan.lanes import Lanes
 from evenstep.train.batch import pinned
+from evenstep.train.data import say_of_rank
 from evenstep.train.lane import Again, Lane, Mark
 from evenstep.train.loading import LoaderGone, Loading
 from evenstep.train.randomness import kept_generators, key, seed_generators
@@ -229,7 +231,7 @@ class LaneReader:
                     prefetch=self._prefetch,
                     pin=self._pin,
                     seed=self._seed,
-                    say=lambda line: self._say(f"rank {self._rank} {line}"),
+                    say=partial(say_of_rank, self._say, self._rank),  # not this object: it would keep itself alive
                 )
             left = len(self._padded())
             while left:
