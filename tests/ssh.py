@@ -44,10 +44,10 @@ class SshHosts:
         """`evenstep WORDS` on host 1, from which the others are reached."""
         return self.made.start(host, *command(*words), folder=folder, env={"EVENSTEP_SSH": self.client, **(env or {})})
 
-    def on(self, host: int, script: str) -> str:
-        """What a shell script on the host says, by ssh from host 1; it sees the host's own `private`."""
+    def on(self, host: int, script: str) -> None:
+        """Run a shell script on the host, by ssh from host 1; it sees the host's own `private`."""
         words = ["ip", "netns", "exec", self.made.namespace(1), *shlex.split(self.client), f"host{host}", script]
-        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
+        subprocess.run(words, check=True, capture_output=True, timeout=PATIENCE)
 
     def serve(self, host: int) -> None:
         """Start the host's ssh server."""
@@ -57,6 +57,8 @@ class SshHosts:
             f"ListenAddress {self.made.address(host)}\nHostKey {self.folder}/hostkey\nPidFile {pid_file}\n"
             f"AuthorizedKeysFile {self.folder}/authorized_keys\nPermitRootLogin prohibit-password\n"
             f"SetEnv {' '.join(f'{name}={value}' for name, value in self.environment.get(host, {}).items()) or 'A=1'}\n"
+            # As a login shell may, it prints something first.
+            'ForceCommand echo hello; printf there; eval "$SSH_ORIGINAL_COMMAND"\n'
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nStrictModes no\n"
         )
         (self.private / "empty").mkdir(parents=True, exist_ok=True)
@@ -79,6 +81,7 @@ def ssh_hosts(count: int, folder: Path, environment: dict[int, dict[str, str]] |
             known += f"host{host},{made.address(host)} {host_key}\n"
             config += f"Host alias{host}\n HostName {made.address(host)}\n HostKeyAlias host{host}\n"
         config += (
+            "Host never\n ProxyCommand sleep 60\n"
             f"Match host refused\n HostName {made.address(2)}\n HostKeyAlias host2\n IdentityFile {folder}/other\n"
             f"Match host *,!refused originalhost *,!refused\n IdentityFile {folder}/id\n"
             f"Host *\n User root\n IdentitiesOnly yes\n UserKnownHostsFile {folder}/known\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,15 @@ def test_a_host_that_cannot_be_reached_is_named(three: SshHosts, tmp_path: Path)
         assert (result.code, f"no launcher could be started on {host}" in result.err, said in result.err) == (
             4, True, True,
         ), result  # fmt: skip
+    python = three.private / "python"  # which host 1 alone has
+    python.symlink_to(sys.executable)
+    path = ":".join(entry for entry in sys.path if entry.endswith("packages"))
+    env = {"EVENSTEP_SSH": three.client, "PYTHONPATH": f"{Path(package.__file__).parents[1]}:{path}"}
+    words = (python, "-m", "evenstep", "run", "--hosts", "host1,host2", "script.py", 1, 0)
+    result = three.made.start(1, *words, folder=tmp_path, env=env).wait()
+    python.unlink()
+    assert (result.code, "no launcher could be started on host2" in result.err) == (4, True), result
+    assert f"{python}’: No such file" in result.err or f"{python}': No such file" in result.err
     result = refused(three, tmp_path, "host3,host2", {"EVENSTEP_SSH": "no-such-client"})
     assert (result.code, "there is no ssh client no-such-client" in result.err) == (2, True)
 
@@ -122,6 +132,22 @@ def test_what_differs_between_hosts_is_named(three: SshHosts, tmp_path: Path) ->
     for host in (2, 3):
         three.on(host, f"rm -r {folder}")
     shutil.rmtree(folder)
+
+
+def test_a_host_that_is_lost_before_the_beginning(three: SshHosts, tmp_path: Path) -> None:
+    write(tmp_path)
+    command = three.start("run", "--hosts", "host2,never", "script.py", 1, 0, folder=tmp_path)
+    assert command.popen.stderr is not None
+    said = command.popen.stderr.readline()
+    assert "waiting for never" in said, said
+    three.made.cut(2)
+    try:
+        result = command.wait()
+        assert eventually(lambda: not three.made.find(2, "evenstep"))
+    finally:
+        three.made.join(2)
+    assert result.code == 4
+    assert "host2 was lost before the run began: nothing was heard from it for 4 s" in result.err
 
 
 def under_way(three: SshHosts, folder: Path, run: Path | str = "run", hosts: str = "host2,host3,host1") -> Command:

@@ -20,7 +20,7 @@ from evenstep.environment import Settings
 from evenstep.errors import EvenstepError
 from evenstep.interfaces import address_towards
 from evenstep.launch import copies
-from evenstep.launch.gate import Line
+from evenstep.launch.gate import GREETING, Line
 from evenstep.launch.local import Script
 from evenstep.launch.remote import ssh_meaning
 from evenstep.launch.several import run_for_hub
@@ -32,6 +32,7 @@ _PATIENCE = 30.0  # seconds to be told what to do; the connection may be cut
 @click.command(hidden=True)
 def node() -> int:
     """Do one host's part of a launch."""
+    os.write(1, GREETING)
     told = json.loads(_first_line())
     if copies.serve(told):
         return exits.DONE

@@ -13,7 +13,7 @@ from typing import Any
 
 from evenstep.doctor.survey import Survey
 from evenstep.doctor.talk import Distant, Examined, Host
-from evenstep.launch.gate import Line, Message
+from evenstep.launch.gate import GREETING, Line, Message
 from evenstep.launch.nodes import Calling, Gate, Nodes, Say
 from evenstep.launch.remote import Host as Named
 from evenstep.launch.remote import Transport, command_on
@@ -42,7 +42,7 @@ def started(hosts: Sequence[Named], transport: Transport, told: Mapping[str, Any
             assert child.stdout is not None
             peer = hosts[1 if node == 0 and len(hosts) > 1 else 0].name
             about = {**told, "node": node, "nodes": len(hosts), "processes": host.processes, "peer": peer}
-            line = Line(child.stdout.fileno(), child.stdin.fileno(), _closing(child, errors))
+            line = Line(child.stdout.fileno(), child.stdin.fileno(), _closing(child, errors), GREETING)
             reached[host.name] = Distant(line, _why_gone(child, errors))
             line.send(**about)
         yield reached

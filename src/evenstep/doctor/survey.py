@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,15 +80,26 @@ class _Asking:
         """Ask some hosts at once; those that do not answer are told of, and not asked again."""
         answers: dict[str, Message] = {}
         asked = [name for name in names if name in self._hosts]
-        with ThreadPoolExecutor(max(1, len(asked))) as pool:
-            waiting = {name: pool.submit(self._hosts[name].ask, seconds, **question(name)) for name in asked}
-            for name, answer in waiting.items():
-                try:
-                    answers[name] = answer.result()
-                except MachineError as error:
-                    self._found.unreached[name] = error.message
-                    del self._hosts[name]
-        return answers
+        failed: dict[str, BaseException] = {}
+
+        def ask(name: str) -> None:
+            try:
+                answers[name] = self._hosts[name].ask(seconds, **question(name))
+            except BaseException as error:
+                failed[name] = error
+
+        # Daemons, since Ctrl-C is not to wait for them.
+        threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in asked]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for name, error in failed.items():
+            if not isinstance(error, MachineError):
+                raise error
+            self._found.unreached[name] = error.message
+            del self._hosts[name]
+        return {name: answers[name] for name in asked if name in answers}
 
     def _clock(self, name: str) -> tuple[float, float]:
         """How far the host's clock is before this one's, and how wrong that may be: from the quickest answer."""

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from evenstep.errors import MachineError
 from evenstep.launch.failures import error_path
+from evenstep.launch.gate import GREETING
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
 from evenstep.record.publish import fsync_tree, remove_directory
@@ -142,6 +143,9 @@ class Carrier:
         try:
             child.stdin.write(json.dumps(told).encode() + b"\n")
             child.stdin.flush()
+            while (line := child.stdout.readline()) != GREETING.lstrip():
+                if not line:
+                    raise OSError(f"it ended with code {child.wait()}")
             yield child.stdin, child.stdout
         except (OSError, ValueError, EOFError, tarfile.TarError) as error:
             child.kill()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAGIC = b"evenstep 1\n"
+GREETING = b"\nevenstep node\n"  # of a process that another launcher has started
 PROVE_SECONDS = 3.0  # to prove oneself in
 _NONCE = 16
 _PROOF = 32
@@ -31,8 +32,9 @@ class StrangerError(Exception):
 class Line:
     """Lines of JSON both ways, over a proven connection or a pair of pipes. Never blocks."""
 
-    def __init__(self, incoming: int, outgoing: int, close: Callable[[], object]) -> None:
-        self._in, self._out, self._close = incoming, outgoing, close
+    def __init__(self, incoming: int, outgoing: int, close: Callable[[], object], greeting: bytes = b"") -> None:
+        """`greeting`: what comes before it is not for us (a login shell may print something first)."""
+        self._in, self._out, self._close, self._greeting = incoming, outgoing, close, greeting
         os.set_blocking(incoming, False)
         os.set_blocking(outgoing, False)
         self.heard = time.monotonic()  # when something last came in
@@ -81,6 +83,12 @@ class Line:
             pass
         except OSError:
             closed = True
+        if self._greeting:
+            before, greeted, after = self._incoming.partition(self._greeting)
+            if not greeted:
+                self._incoming = before[-len(self._greeting) :]
+                return None if closed else []
+            self._greeting, self._incoming = b"", after
         *lines, self._incoming = self._incoming.split(b"\n")
         messages = [json.loads(line) for line in lines]
         return messages or (None if closed else [])

@@ -25,7 +25,7 @@ from typing import Any
 from evenstep.environment import SSH, TOKEN
 from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.launch.copies import Copy, run_id
-from evenstep.launch.gate import Line, Message
+from evenstep.launch.gate import GREETING, Line, Message
 from evenstep.launch.home import Home
 from evenstep.launch.nodes import Fault, Hub, Member, Say
 from evenstep.launch.output import write_all
@@ -235,7 +235,7 @@ class _Hub(Hub):
                 stdin.close()
             stdout.close()
 
-        pipe = Line(stdout.fileno(), stdin.fileno(), close)
+        pipe = Line(stdout.fileno(), stdin.fileno(), close, GREETING)
         pipe.send(**told)
         self.welcome(pipe)
 
