@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import launched, run, write_script
+from tests.hosts import hosts, needs_hosts
+from tests.launch.launching import command, launched, run, write_script
 
 DDP = """
     import os
@@ -135,3 +136,50 @@ def test_backend_that_this_torch_lacks_is_refused_before_start(tmp_path: Path, p
     assert not (tmp_path / "ran").exists()
     assert run(tmp_path, "--processes", processes, "--backend", "gloo", script).code == 0
     assert (tmp_path / "ran").exists()
+
+
+TRAINER = """
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    def main():
+        config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+        data = [{"input_ids": (torch.arange(8) + i) % 16, "labels": (torch.arange(8) + i) % 16} for i in range(16)]
+        arguments = TrainingArguments(
+            "out", per_device_train_batch_size=2, max_steps=3, use_cpu=True, report_to=[], save_strategy="no",
+            disable_tqdm=True, logging_strategy="no",
+        )
+        trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data)
+        trainer.train()
+        own = sum(p.detach().double().sum() for p in trainer.model.parameters()).reshape(1)
+        every = trainer.accelerator.gather(own)
+        if trainer.is_world_process_zero():
+            print("equal" if len(set(every.tolist())) == 1 else "different", len(every), flush=True)
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+@pytest.mark.slow
+def test_on_two_hosts(tmp_path: Path) -> None:
+    needs_hosts()
+    expected = {
+        "ddp.py": (DDP, "equal 2"),
+        "accelerated.py": (ACCELERATE, "2 [8, 8]"),
+        "trainer.py": (TRAINER, "equal 2"),
+    }
+    with hosts(2) as two:
+        for name, (text, printed) in expected.items():
+            write_script(tmp_path, text, name)
+            words = ["--nodes", 2, "--master-addr", two.address(1), "--master-port", 1234, "--run"]
+            commands = [
+                two.start(
+                    node + 1, *command("run", "--node-rank", node, *words, f"{name}-{node}", name),
+                    folder=tmp_path, env={"EVENSTEP_TOKEN": "a secret"},
+                )
+                for node in (1, 0)
+            ]  # fmt: skip
+            other, first = (one.wait() for one in commands)
+            assert (first.code, other.code) == (0, 0), (first, other)
+            assert first.out.splitlines()[-1] == printed, first
