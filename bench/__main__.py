@@ -18,10 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import sides
+from tests.hosts import Hosts, hosts, why_no_hosts
 
 HERE = Path(__file__).resolve().parent
 LAUNCH_PROCESSES = 8
 LAUNCH_ROUNDS = 3
+HOST_PROCESSES = 2  # of each of two hosts
+LINK = 100  # Mbit/s between two hosts
+PATIENCE = 300.0  # seconds for a command on hosts
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,12 @@ def main() -> int:
     for name in ("measured here", "value", "target", "", "note"):
         table.add_column(name, justify="right" if name in ("value", "target") else "left")
     missed = 0
-    for measure in (order, launch, step, threads, stages, memory, shard):
+    measures = [order, launch, step, threads, stages, memory, shard]
+    if reason := why_no_hosts():
+        console.print(f"[yellow]not measured: two hosts: {reason}[/]")
+    else:
+        measures += [launch_on_hosts, step_on_hosts]
+    for measure in measures:
         with console.status(f"measuring: {measure.__name__}"):
             for line in measure():
                 met = line.value <= line.target
@@ -83,6 +92,34 @@ def launch() -> Iterator[Measured]:
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     note = f"{statistics.median(ours):.2f} s and {statistics.median(theirs):.2f} s; {spread(ratios)}"
     yield Measured(f"launch to first step, {count} processes, / torchrun", statistics.median(ratios), 0.3, "", note)
+
+
+def launch_on_hosts() -> Iterator[Measured]:
+    """The same on two hosts, on each of which the command is given at once."""
+    script = str(HERE / "first_step.py")
+    times: dict[str, list[float]] = {"evenstep": [], "torchrun": []}
+    with hosts(2) as two, tempfile.TemporaryDirectory() as folder:
+        for number in range(LAUNCH_ROUNDS):
+            for launcher, seconds in times.items():
+                began = time.time()
+                words = ("--run", f"{number}") if launcher == "evenstep" else ()
+                seconds.append(on_hosts(two, Path(folder), launcher, *words, script)["time"] - began)
+    ratios = [a / b for a, b in zip(*times.values(), strict=True)]
+    ours, theirs = map(statistics.median, times.values())
+    note = f"{ours:.2f} s and {theirs:.2f} s; {spread(ratios)}"
+    what = f"launch to first step, 2 hosts of {HOST_PROCESSES} processes, / torchrun"
+    yield Measured(what, statistics.median(ratios), 0.5, "", note)
+
+
+def step_on_hosts() -> Iterator[Measured]:
+    """What a step costs over a slow link."""
+    with hosts(2) as two, tempfile.TemporaryDirectory() as folder:
+        two.slow_down(LINK)
+        script = [str(HERE / "step.py"), "transformer", "--turns", "16"]
+        found = on_hosts(two, Path(folder), "evenstep", "--run", "run", *script, processes=1)
+    note = f"{spread(found['ratios'])}; fastest / fastest {found['fastest']:.2f}"
+    what = f"step, transformer, 2 hosts with {LINK} Mbit/s, / DDP"
+    yield Measured(what, statistics.median(found["ratios"]), 1.05, "", note)
 
 
 def step() -> Iterator[Measured]:
@@ -143,12 +180,34 @@ def evenstep_run(processes: int, run: str, *script: str) -> list[str]:
     return [sys.executable, "-m", "evenstep", "run", "--processes", str(processes), "--run", run, *script]
 
 
+def on_hosts(two: Hosts, folder: Path, launcher: str, *words: str, processes: int = HOST_PROCESSES) -> dict[str, Any]:
+    """What the first of two hosts prints, when a launcher is given the same words on both."""
+    module = {"evenstep": ["evenstep", "run"], "torchrun": ["torch.distributed.run"]}[launcher]
+    place = ["--nnodes", "2", "--master-addr", two.address(1), "--master-port", "1234"]
+    place += ["--nproc-per-node", str(processes)]
+    env = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "EVENSTEP_TOKEN": "a secret"}
+    commands = [
+        two.start(node + 1, sys.executable, "-m", *module, *place, "--node-rank", node, *words, folder=folder, env=env)
+        for node in range(2)
+    ]
+    results = [command.wait(PATIENCE) for command in commands]
+    for result in results:
+        if result.code != 0:
+            raise SystemExit(f"{launcher} {' '.join(words)} ended with {result.code}:\n{result.out}\n{result.err}")
+    return json_in(results[0].out)
+
+
 def last_json(command: list[str]) -> dict[str, Any]:
     """The last line of JSON that a command prints."""
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    lines = [line for line in done.stdout.splitlines() if line.lstrip().startswith("{")]
+    return json_in(done.stdout)
+
+
+def json_in(out: str) -> dict[str, Any]:
+    """The last line of JSON in it."""
+    lines = [line for line in out.splitlines() if line.lstrip().startswith("{")]
     found: dict[str, Any] = json.loads(lines[-1])
     return found
 

@@ -23,17 +23,24 @@ def _ip(*words: str) -> None:
 
 def needs_hosts() -> None:
     """Skip the test where network namespaces cannot be made."""
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+
+
+def why_no_hosts() -> str | None:
+    """Why network namespaces cannot be made here; None: they can."""
     if os.geteuid() != 0:
-        pytest.skip("network namespaces can be made by root only")
+        return "network namespaces can be made by root only"
     for tool in ("ip", "unshare"):
         if shutil.which(tool) is None:
-            pytest.skip(f"there is no {tool} (iproute2, util-linux)")
+            return f"there is no {tool} (iproute2, util-linux)"
     try:
         name = f"ev{secrets.token_hex(3)}t"
         _ip("netns", "add", name)
         _ip("netns", "del", name)
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        return f"no network namespaces here: {error.stderr.decode().strip()}"
+    return None
 
 
 @dataclass
@@ -122,6 +129,13 @@ class Hosts:
     def join(self, host: int) -> None:
         """Plug it in again."""
         _ip("-n", f"{self.prefix}sw", "link", "set", f"p{host}", "up")
+
+    def slow_down(self, megabits: int) -> None:
+        """No host sends faster than so many Mbit/s."""
+        for host in range(1, self.count + 1):
+            rate = ["rate", f"{megabits}mbit", "burst", "32kb", "latency", "50ms"]
+            words = ["tc", "-n", self.namespace(host), "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate]
+            subprocess.run(words, check=True, capture_output=True)
 
     def power_off(self, host: int) -> None:
         """Everything on the host ends at once, and nobody hears of it: the cable goes first."""
