@@ -14,6 +14,7 @@ from torch import nn
 
 from evenstep.errors import EvenstepError, LossError, PeerFailed
 from evenstep.plan.tree import Node, combine, share
+from evenstep.train import exchange
 from evenstep.train import reduce as reduce_module
 from evenstep.train.reduce import Reducer, Reduction
 from tests.ranks import run_ranks
@@ -84,8 +85,12 @@ def reduced(
     reduction.finish(tell)
 
 
-def train(exact: bool = True) -> list[str]:
-    """The fingerprint after every step of a training that does all that is awkward."""
+def train(exact: bool = True, direct: bool = True) -> list[str]:
+    """The fingerprint after every step of a training that does all that is awkward.
+
+    Without `direct` through the collectives that are for other backends."""
+    if not direct:
+        exchange.is_direct = lambda device, group: False
     reduce_module.FIRST_BUCKET, reduce_module.BUCKET = 4000, 8000
     rank, world, where = group()
     torch.manual_seed(0)
@@ -166,6 +171,8 @@ def test_one_sum_on_every_number_of_processes() -> None:
     for world in (2, 3, 5, 8):
         for rank, found in enumerate(run_ranks(train, world)):
             assert found == alone, f"rank {rank} of {world}"
+    for found in run_ranks(train, 5, True, False):
+        assert found == alone
 
 
 def test_without_exactness_equal_to_rounding() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from evenstep.errors import EvenstepError, LossError
 from evenstep.plan.tree import Node, combine, share, subtrees
+from evenstep.train import exchange
 from evenstep.train.meeting import lost_contact
 
 FIRST_BUCKET = 1 << 20  # bytes; small, so that communication starts early
@@ -472,16 +473,10 @@ class Reduction(Leaves):
         chunk = -(-bucket.length // world)
         out = bucket.memory(world * chunk)
         own = out[rank * chunk : (rank + 1) * chunk]
-        send, kept = self._to_send(bucket, rows, out, chunk)
-        sizes_in = [len(nodes) * chunk for nodes in self.nodes]
-        sizes_out = [len(rows) * chunk] * world
-        if kept is not None:  # this process's own part does not travel
-            sizes_in[rank] = sizes_out[rank] = 0
-        received = self.owner.scratch("received", sum(sizes_in), bucket)
-        dist.all_to_all_single(received, send, sizes_in, sizes_out, group=self.owner.group)
+        direct = exchange.is_direct(bucket.device, self.owner.group)
+        blocks = (self._swapped if direct else self._all_to_all)(bucket, rows, out, chunk)
         parts: dict[Node, Tensor] = {}
-        for r, (nodes, block) in enumerate(zip(self.nodes, received.split(sizes_in), strict=True)):
-            pieces = kept if kept is not None and r == rank else block.split(chunk) if nodes else ()
+        for nodes, pieces in zip(self.nodes, blocks, strict=True):
             parts.update(zip(nodes, pieces, strict=True))
         total = combine(parts, self.leaves, Tensor.add_)
         assert total is not None  # a step has at least one micro-batch
@@ -493,7 +488,47 @@ class Reduction(Leaves):
         own[:divided].add_(0.0)  # -0.0 becomes 0.0: a leaf that is skipped and one that is zero leave different zeros
         if divided < chunk and own.data_ptr() != total.data_ptr():
             own[divided:].copy_(total[divided:])
-        dist.all_gather_single(out, own, group=self.owner.group)
+        if direct:
+            exchange.swap([[own]] * world, [[place] for place in out.split(chunk)], rank, self.owner.group)
+        else:
+            dist.all_gather_single(out, own, group=self.owner.group)
+
+    def _swapped(
+        self, bucket: Bucket, rows: list[list[list[Tensor]]], out: Tensor, chunk: int
+    ) -> list[Sequence[Tensor]]:
+        """This process's part of every process's rows."""
+        rank, world = self.owner.rank, self.owner.world_size
+        if len(rows) == 1:  # the usual case needs no memory: the gradients come back into the same
+            flats: Sequence[Tensor] = (out,)
+        else:
+            stage = self.owner.scratch("stage", len(rows) * world * chunk, bucket)
+            flats = stage.view(len(rows), world * chunk).unbind()
+        for flat, row in zip(flats, rows, strict=True):
+            self._fold(bucket, flat, row)
+        own = [flat.split(chunk) for flat in flats]
+        counts = [0 if r == rank else len(nodes) for r, nodes in enumerate(self.nodes)]
+        received = iter(self.owner.scratch("received", sum(counts) * chunk, bucket).split(chunk))
+        blocks: list[Sequence[Tensor]] = [[next(received) for _ in range(count)] for count in counts]
+        exchange.swap([[pieces[r] for pieces in own] for r in range(world)], blocks, rank, self.owner.group)
+        blocks[rank] = [pieces[rank] for pieces in own]
+        return blocks
+
+    def _all_to_all(
+        self, bucket: Bucket, rows: list[list[list[Tensor]]], out: Tensor, chunk: int
+    ) -> list[Sequence[Tensor]]:
+        """The same by a collective."""
+        rank, world = self.owner.rank, self.owner.world_size
+        send, kept = self._to_send(bucket, rows, out, chunk)
+        sizes_in = [len(nodes) * chunk for nodes in self.nodes]
+        sizes_out = [len(rows) * chunk] * world
+        if kept is not None:  # this process's own part does not travel
+            sizes_in[rank] = sizes_out[rank] = 0
+        received = self.owner.scratch("received", sum(sizes_in), bucket)
+        dist.all_to_all_single(received, send, sizes_in, sizes_out, group=self.owner.group)
+        blocks: list[Sequence[Tensor]] = []
+        for r, (nodes, block) in enumerate(zip(self.nodes, received.split(sizes_in), strict=True)):
+            blocks.append(kept if kept is not None and r == rank else block.split(chunk) if nodes else ())
+        return blocks
 
     def _to_send(
         self, bucket: Bucket, rows: list[list[list[Tensor]]], out: Tensor, chunk: int
