@@ -143,6 +143,9 @@ def test_metrics_are_those_of_one_process_on_any_number(tmp_path: Path) -> None:
 Found = namedtuple("Found", "box score")
 
 
+ROWS = torch.arange(20).reshape(5, 4)
+
+
 @dataclass
 class Detection:
     box: Tensor
@@ -157,6 +160,8 @@ def test_entries_of_any_form_come_back_plain() -> None:
             "dataclass": [Detection(row, "x") for row in rows],
             "nested": torch.nested.nested_tensor([torch.ones(int(i) + 1) for i in batch], layout=torch.jagged),
             "lists": [[row.numpy()] * 2 for row in rows],
+            "odd": [{"a": (row.bfloat16(), {1: [int(i), None]}), "b": ROWS[: int(i)].T} for i, row in enumerate(rows)],
+            "arrays": [(np.full((2, 3), "x"), np.array(1.5, ">f8"), np.ones(2, bool), np.float16(0.5)) for _ in rows],
         }
 
     arguments: dict[str, Any] = {"micro_batch": 2, "randomness": Randomness(0), "meeting": Meeting(0, 1)}
@@ -165,5 +170,12 @@ def test_entries_of_any_form_come_back_plain() -> None:
     assert [len(entry["box"]) for entry in found["dataclass"]] == list(range(5))
     assert [len(row) for row in found["nested"]] == [1, 2, 3, 4, 5]
     assert [len(entry[1]) for entry in found["lists"]] == list(range(5))
+    assert [int(a[1][1][0]) for a in (entry["a"] for entry in found["odd"])] == [0, 1, 0, 1, 0]
+    assert found["odd"][3]["a"][0].dtype == torch.bfloat16
+    assert torch.equal(found["odd"][3]["b"], ROWS[:1].T)
+    text, big, flags, half = found["arrays"][4]
+    assert text.tolist() == [["x"] * 3] * 2
+    assert (big.dtype.str, big.shape, big.item()) == (">f8", (), 1.5)
+    assert (flags.dtype, type(half)) == (np.dtype(bool), np.float16)
     with pytest.raises(UsageError, match=r"micro-batch 0 returned a list with a set in it, .*(?s:.*)for each sample"):
         predict(range(5), lambda b: [{1} for _ in b], [], **arguments)

@@ -28,6 +28,7 @@ from evenstep.plan.tree import Node, combine, subtrees, tree_sum
 from evenstep.train.batch import to_device
 from evenstep.train.data import Reader, shares
 from evenstep.train.dataset import checked_dataset
+from evenstep.train.entries import packed, unpacked
 from evenstep.train.lockstep import Alone, Lockstep
 from evenstep.train.loss import evaluating
 from evenstep.train.meeting import Meeting, call_site
@@ -132,11 +133,13 @@ def predict(
 
         with _reader(data, schedule, randomness, passes.grid, meeting, device, collate, loaders, "predict") as reader:
             passes.run(reader, randomness, device, computing, step, take)
-        return encode_tree([forms[0], _joined(outputs)] if outputs else ["", None])
+        return encode_tree(
+            [forms[0], _lists(_joined(outputs), lambda entries: [packed(entries)])] if outputs else ["", None]
+        )
 
     answers = _together(meeting, "predict", f"{len(data)} samples, micro-batches of {schedule.micro_batch}", work)
     found = [(rank, *decode_tree(answer)) for rank, answer in enumerate(answers)]
-    outputs = [(rank, form, output) for rank, form, output in found if form]
+    outputs = [(rank, form, _lists(output, lambda held: unpacked(held[0]))) for rank, form, output in found if form]
     for rank, form, _ in outputs[1:]:
         if form != outputs[0][1]:
             raise _ragged(f"{_name(fn)} returned {outputs[0][1]} on rank 0", f"{form} on rank {rank}")
@@ -359,7 +362,7 @@ def _entry(nest: Any, where: str) -> Any:
     if isinstance(nest, (list, tuple)):
         entries = [_entry(value, where) for value in nest]
         return tuple(entries) if isinstance(nest, tuple) else entries
-    if isinstance(nest, torch.Tensor):
+    if isinstance(nest, torch.Tensor) and nest.layout == torch.strided:
         return nest.detach().as_subclass(torch.Tensor).cpu()
     if nest is None or isinstance(nest, (np.ndarray, np.generic, bool, int, float, complex, str, bytes)):
         return nest
@@ -379,6 +382,17 @@ def _form(nest: Any) -> str:
         sizes = ", ".join(["rows", *map(str, nest.shape[1:])])
         return f"{str(nest.dtype).removeprefix('torch.')}[{sizes}]"
     return "None" if nest is None else "list"
+
+
+def _lists(nest: Any, change: Callable[[Any], Any]) -> Any:
+    """`nest`, of dicts, tuples and lists of entries, with `change(entries)` in place of each list."""
+    if isinstance(nest, dict):
+        return {name: _lists(value, change) for name, value in nest.items()}
+    if isinstance(nest, tuple):
+        return tuple(_lists(value, change) for value in nest)
+    if isinstance(nest, list):
+        return change(nest)
+    return nest
 
 
 def _joined(parts: list[Any]) -> Any:

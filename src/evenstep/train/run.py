@@ -547,7 +547,7 @@ class Run:
             self._refuse_other(name, about.get(name), now)
         first = schedule.step_at(self._cursor)
         if first < len(schedule) and schedule.step(first).start > 0:
-            self._refuse_other(_EPOCHS_ORDER, about[_EPOCHS_ORDER], self._order.digest(schedule.step(first).epoch))
+            self._refuse_other(_EPOCHS_ORDER, about.get(_EPOCHS_ORDER), self._order.digest(schedule.step(first).epoch))
         return first
 
     def _refuse_other(self, name: str, before: object, now: object) -> None:
