@@ -285,20 +285,26 @@ def first_node(nodes: str) -> str:
 
 
 def _tasks_here(environ: Mapping[str, str], world_size: int) -> int:
-    """How many tasks of the step this host has: SLURM_STEP_TASKS_PER_NODE is like "4(x2),3"."""
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE")
-    if text is None:
+    """How many tasks of the step this host has."""
+    if "SLURM_STEP_TASKS_PER_NODE" not in environ:
         return world_size
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list of counts like 4(x2),3")
-        counts += [int(match[1])] * int(match[2] or 1)
+    counts = task_counts(environ, "SLURM_STEP_TASKS_PER_NODE")
     node = _integer(environ, "SLURM_NODEID", 0) if "SLURM_NODEID" in environ else 0
     if node >= len(counts):
+        text = environ["SLURM_STEP_TASKS_PER_NODE"]
         raise UsageError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={text!r} names {len(counts)} hosts")
     return counts[node]
+
+
+def task_counts(environ: Mapping[str, str], variable: str) -> list[int]:
+    """Slurm's tasks of each node, which it writes like 4(x2),3."""
+    counts: list[int] = []
+    for part in environ[variable].split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise UsageError(f"{variable}={environ[variable]!r} is not a list of counts like 4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def _same_as_step(environ: Mapping[str, str], step: World | None) -> bool:

@@ -26,7 +26,7 @@ from evenstep.errors import EvenstepError
 from evenstep.launch.gate import Line
 from evenstep.launch.local import Script
 from evenstep.launch.nodes import Nodes
-from evenstep.launch.remote import by_ssh, forwarded
+from evenstep.launch.remote import forwarded
 
 _PATIENCE = 60.0  # seconds to wait for other nodes, where --join-timeout is not given
 
@@ -72,7 +72,7 @@ def _examine(launch: Launch) -> dict[str, Any]:
             "address": launch.address,
             "devices": [launch.settings.thread_replicas or 1, launch.settings.split or 1],
         }
-        with started(launch.hosts, by_ssh, told) as hosts:
+        with started(launch.hosts, launch.transport, told) as hosts:
             return _report(hosts, found, launch)
     if launch.nodes is None:
         with ExitStack() as stack:

@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from evenstep.cli import exits, preflight
+from evenstep.cli.options import given_options
 from evenstep.cli.report import say
 from evenstep.environment import TOKEN
 from evenstep.errors import UsageError
@@ -22,7 +23,7 @@ from evenstep.launch.kubernetes import KINDS, Asked, manifests, to_yaml
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 _HERE = "evenstep.kubernetes"  # in the context's meta
 # Options of run that the manifests say in their own way, and those that make no sense in a cluster.
-_SAID = {"nodes", "processes", "run_directory", "master_port"}
+_SAID = {"nodes", "processes", "run_directory", "master_port", "dry_run"}
 _ELSEWHERE = {"node_rank", "master_addr", "hosts", "hostfile", "standalone"}
 
 
@@ -48,7 +49,6 @@ _OPTIONS = (
     _option("--secret", metavar="NAME", help="A Secret with the run's token (key: token).  [default: a new one]"),
     _option("--grace", type=click.IntRange(min=1), default=120, metavar="S", show_default=True,
             help="Seconds that an evicted pod has for its step and checkpoint."),
-    _option("--dry-run", is_flag=True, help="Print the manifests, and do nothing."),
 )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def launch() -> int:
     asked = _asked(ctx, ctx.meta[_HERE])
     if asked.claim is None:
         say("no --claim: checkpoints, logs and the model are lost with the pods")
-    if ctx.meta[_HERE]["dry_run"]:
+    if ctx.params["dry_run"]:
         click.echo(to_yaml(manifests(asked)), nl=False)
         if asked.token is not None:
             say("these manifests hold the run's token: keep them as you keep passwords, or name a --secret")
@@ -114,7 +114,7 @@ def _asked(ctx: click.Context, given: dict[str, Any]) -> Asked:
         kind=given["kind"],
         name=_default_name(script) if name is None else name,
         image=given["image"],
-        options=_rest(ctx),
+        options=tuple(given_options(ctx, without=_SAID)),
         script=script,
         arguments=params["arguments"],
         nodes=params["nodes"] or 1,
@@ -130,23 +130,6 @@ def _asked(ctx: click.Context, given: dict[str, Any]) -> Asked:
         secret=given["secret"],
         grace=given["grace"],
     )
-
-
-def _rest(ctx: click.Context) -> tuple[str, ...]:
-    """The options that the command in each pod is given too."""
-    words: list[str] = []
-    for param in ctx.command.params:
-        name = param.name
-        if not isinstance(param, click.Option) or name not in ctx.params or name in _SAID:
-            continue
-        if ctx.get_parameter_source(name) != ParameterSource.COMMANDLINE:
-            continue
-        value = ctx.params[name]
-        if param.is_flag:
-            words.append(param.opts[0] if value else param.secondary_opts[0])
-        else:
-            words += [param.opts[0], str(value)]
-    return tuple(words)
 
 
 def _text(script: str, as_module: bool) -> str:

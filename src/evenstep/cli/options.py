@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from evenstep.cli import preflight
 from evenstep.environment import AUTO, Settings, memory_size
 from evenstep.errors import UsageError
 from evenstep.launch.local import Script
 from evenstep.launch.nodes import Nodes
-from evenstep.launch.remote import Host
+from evenstep.launch.remote import Host, Transport, by_ssh
+from evenstep.launch.slurm import by_srun
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -208,7 +210,8 @@ class Launch:
 
     script: Script
     processes: int  # of this host
-    hosts: list[Host] | None  # to be started by ssh
+    hosts: list[Host] | None  # to be started from here
+    transport: Transport  # how
     nodes: Nodes | None  # started by hand on each
     settings: Settings
     address: str | None  # --master-addr
@@ -221,6 +224,11 @@ def read_launch(options: Mapping[str, Any], script: str, arguments: Sequence[str
     count = preflight.process_count(options["processes"], options["thread_replicas"] or 1, options["split"] or 1)
     there = preflight.hosts(options["hosts"], options["hostfile"], options["nodes"], options["processes"])
     places = (options["nodes"], options["node_rank"], options["master_addr"], options["master_port"])
+    transport: Transport = by_ssh
+    if there is None and places[1:3] == (None, None):
+        there, transport = preflight.allocated_hosts(options["nodes"], options["processes"]), by_srun
+        if there is not None and len(there) == 1 and there[0].is_here:
+            count, there, places = there[0].processes or count, None, (None, None, None, None)
     asked = None if there else preflight.nodes(*places, options["join_timeout"])
     settings = Settings(
         run=options["run_directory"],
@@ -235,9 +243,27 @@ def read_launch(options: Mapping[str, Any], script: str, arguments: Sequence[str
         Script(script, options["as_module"], tuple(arguments)),
         count,
         there,
+        transport,
         asked,
         settings,
         options["master_addr"],
         options["join_timeout"],
         options["output"],
     )
+
+
+def given_options(ctx: click.Context, *, without: Collection[str]) -> list[str]:
+    """The options that were given on the command line, as words, for a command that is to have them too."""
+    words: list[str] = []
+    for param in ctx.command.params:
+        name = param.name
+        if not isinstance(param, click.Option) or name not in ctx.params or name in without:
+            continue
+        if ctx.get_parameter_source(name) != ParameterSource.COMMANDLINE:
+            continue
+        value = ctx.params[name]
+        if param.is_flag:
+            words.append(param.opts[0] if value else param.secondary_opts[0])
+        else:
+            words += [param.opts[0], str(value)]
+    return words

@@ -14,6 +14,7 @@ from evenstep.errors import MachineError, UsageError
 from evenstep.launch.gpus import visible_gpus
 from evenstep.launch.nodes import Nodes, tell_node_0
 from evenstep.launch.remote import Host, parse_hosts, read_hostfile
+from evenstep.launch.slurm import allocation
 from evenstep.launch.undo import absent, take_back
 from evenstep.record.paths import RunPaths, new_run_directory
 
@@ -39,9 +40,11 @@ def refuse_nested() -> None:
     world = read_world({name: value for name, value in environ.items() if name != "WORLD_SIZE"})
     if world.world_size > 1:
         starter = {"slurm": "srun", "mpi": "mpirun"}.get(world.launcher, world.launcher)
+        once = "; or call `evenstep run` once in the allocation, without srun: it starts itself on each node"
         raise UsageError(
             f"{starter} starts `evenstep run` {world.world_size} times: a launcher inside a launcher",
-            do=f"give the script itself to {starter} ({starter} ... python script.py); evenstep finds its place",
+            do=f"give the script itself to {starter} ({starter} ... python script.py); evenstep finds its place"
+            + (once if world.launcher == "slurm" else ""),
         )
 
 
@@ -161,6 +164,20 @@ def hosts(listed: str | None, file: str | None, nodes: int | None, processes: in
     if isinstance(processes, int):
         found = [Host(host.name, host.processes or processes) for host in found]
     return found
+
+
+def allocated_hosts(nodes: int | None, processes: int | str | None) -> list[Host] | None:
+    """The nodes of the Slurm allocation that this is in, or as many of them as were asked for; None: it is in none."""
+    found = allocation(os.environ)
+    if found is None:
+        return None
+    if nodes is not None and nodes > len(found):
+        raise UsageError(
+            f"--nodes {nodes}, and the Slurm allocation has {len(found)}: {', '.join(host.name for host in found)}",
+            do="leave --nodes out, or ask Slurm for more",
+        )
+    asked = processes if isinstance(processes, int) else None
+    return [Host(host.name, asked or host.processes) for host in found[:nodes]]
 
 
 def _scripts(folder: Path) -> list[Path]:

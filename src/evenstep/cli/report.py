@@ -13,7 +13,7 @@ from evenstep.cli import exits
 from evenstep.launch.failures import Failure
 from evenstep.launch.local import Outcome
 from evenstep.launch.nodes import Fault
-from evenstep.record.paths import RunPaths, checkpoint_step
+from evenstep.record.paths import RunPaths, newest_checkpoint
 
 _LAST_LINES = 15
 # Errors that the same command meets again.
@@ -130,17 +130,9 @@ def _show_tail(log: Path, start: int) -> None:
 def _tell_where(paths: RunPaths, words: list[str], *, again: bool = True) -> None:
     """Where the logs are and, where it makes sense to start the same command `again`, how to go on."""
     say(f"logs of every process: {_short(paths.log(0).parent)}/")
-    steps = _checkpoints(paths)
-    if steps and again:
-        say(f"to go on from step {max(steps)}: {resume_command(words, paths)}")
-
-
-def _checkpoints(paths: RunPaths) -> list[int]:
-    try:
-        found = [checkpoint_step(entry.name) for entry in paths.checkpoints.iterdir()]
-    except OSError:
-        return []
-    return [step for step in found if step is not None]
+    step = newest_checkpoint(paths)
+    if step is not None and again:
+        say(f"to go on from step {step}: {resume_command(words, paths)}")
 
 
 def resume_command(words: list[str], paths: RunPaths) -> str:

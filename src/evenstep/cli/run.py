@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from typing import Any
 
 import click
 
-from evenstep.cli import exits, kubernetes, preflight
+from evenstep.cli import exits, kubernetes, preflight, slurm
 from evenstep.cli.options import Launch, launch_options, read_launch
 from evenstep.cli.report import say, tell_failure, tell_hosts, tell_signal
+from evenstep.errors import UsageError
 from evenstep.launch.local import run_alone
-from evenstep.launch.remote import by_ssh, run_on_hosts
+from evenstep.launch.remote import run_on_hosts
 from evenstep.launch.several import run_on_nodes
 
 
@@ -21,7 +23,9 @@ from evenstep.launch.several import run_on_nodes
     "128 + number for a signal (130: Ctrl-C).",
 )
 @launch_options
+@slurm.options
 @kubernetes.options
+@click.option("--dry-run", is_flag=True, help="With --slurm or --kubernetes: print what would be submitted.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
@@ -32,14 +36,24 @@ def run(words: list[str], /, script: str, arguments: tuple[str, ...], **options:
     MASTER_ADDR and MASTER_PORT.
 
     In a pod of Kubeflow's operators, what is not said here is read from PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR,
-    PET_MASTER_PORT and PET_NPROC_PER_NODE, as torchrun does.
+    PET_MASTER_PORT and PET_NPROC_PER_NODE, as torchrun does. In a Slurm allocation it runs on all nodes of that.
     """
     if kubernetes.is_asked():
         return kubernetes.launch()
+    if slurm.is_asked():
+        return slurm.launch()
+    if options["dry_run"]:
+        raise UsageError("--dry-run is for --slurm and --kubernetes, and neither was given", do="give one of them")
     preflight.refuse_nested()
     if not options["as_module"]:
         preflight.check_script(script)
     launch = read_launch(options, script, arguments)
+    shown = [word for word in words if word != slurm.REQUEUE]  # in what is shown for doing it again
+    return slurm.keep_going(lambda: _run(launch, shown), launch.settings.run, os.environ)
+
+
+def _run(launch: Launch, words: list[str]) -> int:
+    script = launch.script.name
     if launch.hosts is not None:
         return _on_hosts(launch, words)
     wanted, asked = launch.settings.run, launch.nodes
@@ -64,7 +78,7 @@ def run(words: list[str], /, script: str, arguments: tuple[str, ...], **options:
 
 
 def _on_hosts(launch: Launch, words: list[str]) -> int:
-    """By ssh, from here."""
+    """By ssh or srun, from here."""
     assert launch.hosts is not None
     paths, made = preflight.run_paths(launch.settings.run, launch.script.name)
     told = {
@@ -75,7 +89,7 @@ def _on_hosts(launch: Launch, words: list[str]) -> int:
         "show": launch.output,
         "address": launch.address,
     }
-    ended = run_on_hosts(launch.hosts, by_ssh, paths, told, made=made, patience=launch.patience, say=say)
+    ended = run_on_hosts(launch.hosts, launch.transport, paths, told, made=made, patience=launch.patience, say=say)
     if ended.signal is not None:
         tell_signal(ended.signal, paths, words)
         return exits.by_signal(ended.signal)

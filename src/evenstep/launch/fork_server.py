@@ -149,7 +149,8 @@ def _serve(
         pids[pid] = rank
     for descriptor in outputs:
         os.close(descriptor)  # so that an output ends with the last process that has it
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # Slurm sends them to every process
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     os.kill(me, signal.SIGCHLD)  # for those that ended before

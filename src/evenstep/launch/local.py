@@ -26,7 +26,7 @@ from evenstep.launch.job import Job, to_json
 from evenstep.launch.nodes import Fault, Link, Spoke, Start
 from evenstep.launch.output import Log, Stream, open_streams, resize
 from evenstep.launch.port import reserve_port
-from evenstep.launch.taking import signals_to
+from evenstep.launch.taking import Echo, signals_to
 from evenstep.launch.undo import take_back
 from evenstep.launch.warm import Server, Warm, spared
 from evenstep.record.events import EventWriter
@@ -226,6 +226,7 @@ class _Launch:
         self._started = False
         self._done = False
         self._signal: int | None = None
+        self._echo = Echo()
         self._server: Server | None = None
         self._refusal: UsageError | None = None
 
@@ -266,7 +267,7 @@ class _Launch:
     def _on_order(self, order: Mapping[str, Any]) -> None:
         """In the link's thread: the launcher that started this one was told to stop."""
         if "stop" in order or "kill" in order:
-            os.kill(os.getpid(), order.get("stop", self._signal or signal.SIGTERM))
+            os.kill(os.getpid(), order.get("stop", signal.SIGINT))
 
     def _tell(self, rank: int, what: str, *, secondary: bool) -> None:
         if self._link is not None:
@@ -288,7 +289,7 @@ class _Launch:
         if any(one.failed for one in self._exits) or server_died is not None:
             link.wait(_VERDICT)
             return
-        link.done()
+        link.done(self._exits[0].code - 128 if in_order else None)
         while not link.wait(0.1) and (self._signal is None or in_order):
             pass
 
@@ -402,6 +403,8 @@ class _Launch:
             self._command(tell=int(signal.SIGSTOP))
             os.kill(os.getpid(), signal.SIGSTOP)
             self._command(tell=int(signal.SIGCONT))
+            return
+        if self._echo.is_one(number):
             return
         again = self._signal is not None
         self._signal = number if self._signal is None else self._signal

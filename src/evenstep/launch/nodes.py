@@ -141,9 +141,9 @@ class Link:
         """A failure on this node."""
         self._post(fault=asdict(fault))
 
-    def done(self) -> None:
+    def done(self, signal: int | None) -> None:
         """This node's processes have all ended well."""
-        self._post(done=True)
+        self._post(done=True, signal=signal)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Until it is known how the run ended on all nodes."""
@@ -229,6 +229,7 @@ class Hub(Link):
         self._members: dict[int, Member] = {}
         self._suspect: tuple[float, Fault] | None = None  # a failure that may be the consequence of another
         self._own_done = own is None
+        self.ended_by: int | None = None  # the signal after which all processes ended in good order
         self._gate: Gate | None = None
 
     def open(self, gate: Gate) -> None:
@@ -419,6 +420,7 @@ class Hub(Link):
         for message in messages:
             if message.get("done"):
                 member.done = True
+                self.ended_by = self.ended_by or message["signal"]
             elif "fault" in message:
                 self._suspected(Fault(**message["fault"]))
             else:

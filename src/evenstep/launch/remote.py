@@ -29,7 +29,7 @@ from evenstep.launch.gate import GREETING, Line, Message
 from evenstep.launch.home import Home
 from evenstep.launch.nodes import Fault, Hub, Member, Say
 from evenstep.launch.output import write_all
-from evenstep.launch.taking import signals_to
+from evenstep.launch.taking import Echo, signals_to
 from evenstep.launch.undo import take_back
 from evenstep.record.paths import RunPaths
 from evenstep.record.publish import write_whole
@@ -56,7 +56,7 @@ class Host:
     @property
     def is_here(self) -> bool:
         """Whether it is this very host."""
-        return self.name in ("localhost", "127.0.0.1", socket.gethostname())
+        return self.name in ("localhost", "127.0.0.1", socket.gethostname(), os.environ.get("SLURMD_NODENAME"))
 
 
 def parse_hosts(text: str) -> list[Host]:
@@ -173,7 +173,7 @@ def run_on_hosts(
                     break
             hub.close()
             hub.home.finish()
-        return Ended(hub.fault, hub.stopped)
+        return Ended(hub.fault, hub.ended_by if hub.stopped is None else hub.stopped)
 
 
 def command_on(host: Host, transport: Transport) -> list[str]:
@@ -200,6 +200,7 @@ class _Hub(Hub):
         self.farewell = _LAST_WORDS
         self.stopped: int | None = None  # by which signal
         self._hosts, self._transport = hosts, transport
+        self._echo = Echo()
         self._children: list[tuple[Host, subprocess.Popen[bytes]]] = []
         self._errors: dict[int, bytes] = {}  # what the transport itself said, by node
         self.home = Home(
@@ -248,7 +249,7 @@ class _Hub(Hub):
         self._end_all(
             MachineError(
                 f"no launcher could be started on {host.name}: {said}",
-                do=f"see that `ssh {host.name}` works without a password, that {os.getcwd()} and {sys.executable} are "
+                do=f"see that it can be reached without a password, that {os.getcwd()} and {sys.executable} are "
                 "there too, with the same packages",
             )
         )
@@ -289,6 +290,8 @@ class _Hub(Hub):
 
     def on_signal(self, number: int) -> None:
         """Pass it on: the first asks, the second ends at once."""
+        if self._echo.is_one(number):
+            return
         again = self.stopped is not None
         self.stopped = number if self.stopped is None else self.stopped
         self._post(all={"kill": True} if again else {"stop": number})

@@ -90,6 +90,15 @@ def checkpoint_step(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def newest_checkpoint(paths: RunPaths) -> int | None:
+    """The step of the newest checkpoint, whole or not; None if there is none."""
+    try:
+        found = [checkpoint_step(entry.name) for entry in paths.checkpoints.iterdir()]
+    except OSError:
+        return None
+    return max((step for step in found if step is not None), default=None)
+
+
 def new_run_directory(script: str | None, base: Path) -> Path:
     """Make and return `base`/runs/<script's stem>-<timestamp>-<n>, which nobody else has been given.
 

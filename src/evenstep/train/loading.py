@@ -9,6 +9,7 @@ sockets, so if this process is killed they die with it: else its peers would not
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -222,7 +223,23 @@ class Loading:
             iterator._pin_memory_thread_done_event.set()
             del iterator._pin_memory_thread
         iterator._shutdown_workers()  # it does so when collected, but an exception's traceback may keep it
+        _kill(self._processes)
         _open.discard(self)
+
+
+def _kill(processes: list[Any]) -> None:
+    """Those that are still reading: they take no SIGTERM, which is all that torch and multiprocessing know."""
+    for process in processes:
+        if process._parent_pid == os.getpid() and process.is_alive():
+            process.kill()
+            process.join()
+
+
+@atexit.register
+def _kill_all() -> None:
+    """Before multiprocessing waits for them."""
+    for loading in list(_open):
+        _kill(loading._processes)
 
 
 def _noted(tasks: Iterable[Task], asked: deque[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
@@ -324,6 +341,8 @@ def _begin(reading: _Reading, places: torch.Tensor, parent: int, dies_with_paren
             os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the training process closes us
     if _LINUX:
+        for ignored in (signal.SIGTERM, signal.SIGUSR1):  # so do these, and it finishes its step first
+            signal.signal(ignored, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     reading.loader, reading.place = number, places[number].numpy()
     reading.samples.at = reading.place

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -14,6 +15,7 @@ from evenstep.environment import LEAVES_SIGNALS, NOTICES, STOPPING, TAKES_SIGNAL
 
 _ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
+_ECHO = 5.0  # seconds in which the same request may come twice: Slurm signals every process, and so do launchers
 
 
 class Stopping:
@@ -26,6 +28,7 @@ class Stopping:
         """`ask(number)` is called when a signal comes; it is called between two instructions of the main thread."""
         self._ask = ask
         self._before: dict[int, Any] = {}
+        self._asked: float | None = None  # when
 
     def begin(self) -> None:
         """Take the signals from now on."""
@@ -38,7 +41,11 @@ class Stopping:
             tell_launcher(TAKES_SIGNALS)
 
     def end(self) -> None:
-        """Leave the signals to whoever had them."""
+        """Leave the signals to whoever had them. After a request to stop that is left to the second one."""
+        if self._asked is None:
+            self._leave()
+
+    def _leave(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before:
@@ -46,9 +53,14 @@ class Stopping:
         self._before.clear()
 
     def _got(self, number: int, frame: FrameType | None) -> None:
-        self.end()
-        self._ask(number)
-        tell_launcher(STOPPING)
+        now = time.monotonic()
+        if self._asked is None:
+            self._asked = now
+            self._ask(number)
+            tell_launcher(STOPPING)
+        elif number == signal.SIGINT or now - self._asked > _ECHO:
+            self._leave()
+            os.kill(os.getpid(), number)
 
 
 def tell_launcher(said: str) -> None:

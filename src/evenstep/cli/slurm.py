@@ -1,0 +1,188 @@
+"""`evenstep run --slurm`: its options, the batch script that they become, and the job until its end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from evenstep.cli import exits, preflight
+from evenstep.cli.options import given_options
+from evenstep.cli.report import say
+from evenstep.errors import MachineError, UsageError
+from evenstep.launch import slurm
+from evenstep.launch.output import write_all
+from evenstep.launch.undo import take_back
+from evenstep.record.paths import RunPaths, newest_checkpoint
+
+Decorated = TypeVar("Decorated", bound=Callable[..., object])
+REQUEUE = "--requeue"
+_HERE = "evenstep.slurm"  # in the context's meta
+_ELSEWHERE = ("node_rank", "master_addr", "master_port", "hosts", "hostfile", "standalone")
+_WARNING = "B:USR1@90"  # seconds before the time limit, to the batch script's process alone: it passes it on
+_ASKED = (exits.by_signal(signal.SIGTERM), exits.by_signal(signal.SIGUSR1))
+
+
+def _keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
+    """Options of Slurm are no arguments of `run`."""
+    ctx.meta.setdefault(_HERE, {})[param.name] = value
+
+
+def _option(*names: str, **rest: Any) -> Callable[[Decorated], Decorated]:
+    return click.option(*names, expose_value=False, callback=_keep, **rest)
+
+
+_OPTIONS = (
+    _option("--slurm", is_flag=True, help="Submit it as a Slurm job on --nodes nodes, and follow that."),
+    _option("--time", metavar="LIMIT", help="With --slurm: the time limit, as for sbatch. Shortly before it the run "
+            "writes a checkpoint, and the job goes on in a new turn."),
+    _option("--partition", metavar="NAME", help="With --slurm."),
+    _option("--account", metavar="NAME", help="With --slurm."),
+    _option("--slurm-option", multiple=True, metavar="NAME=VALUE",
+            help="Any other option of sbatch, as in gpus-per-node=4; may be repeated."),
+    _option(REQUEUE, is_flag=True, hidden=True, help="In the batch script: have the job start again if need be."),
+)  # fmt: skip
+
+
+def options(command: Decorated) -> Decorated:
+    """Add the options to a command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def is_asked() -> bool:
+    """Whether --slurm was given. UsageError for its options without it."""
+    ctx = click.get_current_context()
+    given: dict[str, Any] = ctx.meta[_HERE]
+    if given["slurm"]:
+        return True
+    for name in given:
+        if name != "requeue" and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise UsageError(f"--{name.replace('_', '-')} is for --slurm, which was not given", do="give both")
+    return False
+
+
+def launch() -> int:
+    """Print the batch script, or submit it and follow the job."""
+    ctx = click.get_current_context()
+    params = ctx.params
+    for name in _ELSEWHERE:
+        if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise UsageError(
+                f"--{name.replace('_', '-')} goes without --slurm: Slurm chooses the hosts",
+                do="leave it out",
+            )
+    if not params["as_module"]:
+        preflight.check_script(params["script"])
+    paths, made = preflight.run_paths(params["run_directory"], params["script"])
+    number = None
+    try:
+        text = _script(ctx, paths)
+        if params["dry_run"]:
+            click.echo(text, nl=False)
+            return exits.DONE
+        number = slurm.submit(text)
+    finally:
+        if number is None:
+            take_back(paths, made)
+    return _follow(number, paths)
+
+
+def keep_going(launch: Callable[[], int], run: str | None, environ: Mapping[str, str]) -> int:
+    """What `launch` returns. In a job of --slurm that was to stop (preempted, or near its time limit) or has lost a
+    host, the job is requeued, if a checkpoint of this start makes it worth it."""
+    if not click.get_current_context().meta[_HERE]["requeue"] or run is None or "SLURM_JOB_ID" not in environ:
+        return launch()
+    paths, number = RunPaths(Path(run)), environ["SLURM_JOB_ID"]
+    before = newest_checkpoint(paths)
+    try:
+        code = launch()
+    except MachineError as error:
+        click.echo(f"evenstep: {error}", err=True)
+        code = error.exit_code
+    if code != exits.MACHINE_FAILED and code not in _ASKED:
+        return code
+    now = newest_checkpoint(paths)
+    first = environ.get("SLURM_RESTART_COUNT", "0") == "0"
+    if now == before and not (first and code == exits.MACHINE_FAILED):
+        say(f"job {number} is not requeued: this start of it has written no checkpoint")
+        return code
+    job = slurm.show(number)
+    if job is not None and job.state == "RUNNING":  # else it was cancelled, or Slurm itself has other plans
+        say(f"job {number} is requeued" + ("" if now is None else f", to go on from step {now}"))
+        slurm.requeue(number)
+    return code
+
+
+def _script(ctx: click.Context, paths: RunPaths) -> str:
+    params, given = ctx.params, ctx.meta[_HERE]
+    asked: dict[str, str | None] = {
+        "job-name": Path(params["script"]).stem or "evenstep",
+        "nodes": str(params["nodes"] or 1),
+        "ntasks-per-node": str(params["processes"]) if isinstance(params["processes"], int) else None,
+        "time": given["time"],
+        "partition": given["partition"],
+        "account": given["account"],
+        "chdir": os.getcwd(),
+        "output": str(paths.root / "slurm-%j.log"),
+        "open-mode": "append",
+        "requeue": "",
+        "signal": _WARNING,
+    }
+    for option in given["slurm_option"]:
+        name, _, value = option.lstrip("-").partition("=")
+        if not name:
+            raise UsageError(f"--slurm-option {option!r} is no option of sbatch", do="as in gpus-per-node=4")
+        asked[name] = value
+    if "no-requeue" in asked:
+        del asked["requeue"]
+    command = [sys.executable, "-P", "-m", "evenstep", "run", REQUEUE, "--run", str(paths.root)]
+    command += given_options(ctx, without={"nodes", "run_directory", "dry_run"})
+    command += [params["script"], *params["arguments"]]
+    lines = [
+        f"#SBATCH --{name}" + (f"={_quoted(value)}" if value else "")
+        for name, value in asked.items()
+        if value is not None
+    ]
+    # exec: the signal before the time limit goes to the batch script's own process.
+    text = "\n".join(["#!/bin/sh", *lines, "", f"exec {shlex.join(command)}", ""])
+    if any("\n" in line for line in lines):
+        raise UsageError("an option for sbatch has a line break", do="sbatch cannot take it in a script: leave it out")
+    return text
+
+
+def _quoted(value: str) -> str:
+    """As sbatch reads its lines in a script."""
+    if value and all(letter.isalnum() or letter in "%+-./:@_,=[]*" for letter in value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _follow(number: str, paths: RunPaths) -> int:
+    log = paths.root / f"slurm-{number}.log"
+    say(f"submitted job {number}; its run directory: {paths.root}")
+    try:
+        job = slurm.follow(number, log, lambda data: write_all(1, data), say)
+    except KeyboardInterrupt:
+        say(f"job {number} goes on. To look at it: squeue -j {number}; tail -f {shlex.quote(str(log))}")
+        say(f"to cancel it: scancel {number}")
+        return exits.by_signal(signal.SIGINT)
+    if job is None:
+        say(f"Slurm has forgotten job {number}; see {log}")
+        return exits.MACHINE_FAILED
+    if job.state == "COMPLETED":
+        say(f"job {number} is done; its run directory: {paths.root}")
+        return exits.DONE
+    say(f"{job}" + (f" with exit code {job.exit_code}" if job.exit_code else "") + f"; its log: {log}")
+    if job.state == "CANCELLED":
+        return exits.by_signal(signal.SIGTERM)
+    ours = job.exit_code in (exits.SCRIPT_FAILED, exits.WRONG_USAGE, exits.MACHINE_FAILED) or job.exit_code > 128
+    return job.exit_code if job.state == "FAILED" and ours else exits.MACHINE_FAILED
