@@ -1,0 +1,50 @@
+"""A request to stop that reaches every process at once, and from the launcher too, as Slurm's do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from evenstep.record.events import read_events
+from tests.launch.launching import eventually, launched, write_script
+
+SCRIPT = """
+    import time, torch, evenstep
+    from torch.nn.functional import mse_loss
+
+    class Slow:
+        def __len__(self):
+            return 400
+
+        def __getitem__(self, index):
+            time.sleep(0.02)
+            return torch.ones(4), torch.ones(1)
+
+    run = evenstep.start(global_batch=8, micro_batch=1, seed=1)
+    model = run.prepare(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    steps = run.steps(Slow(), epochs=30, loaders=2)
+    run.restore(model=model, optimizer=optimizer)
+    for step in steps:
+        step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_the_step_is_finished_and_a_checkpoint_written(tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    with launched(tmp_path, "--processes", 2, "script.py") as launch:
+        events = launch.paths.events(0)
+        assert eventually(lambda: events.exists() and any(event["kind"] == "step" for event in read_events(events)))
+        everything = launch.alive()
+        assert len(everything) == 7  # the fork server, two processes, and two loader processes of each
+        for pid in [*everything, launch.popen.pid, *everything]:
+            os.kill(pid, signal.SIGTERM)
+        done = launch.wait()
+        assert done.code == 143, done
+        assert "stopped by SIGTERM at the end of step" in done.err
+        assert "is written" in done.err
+        assert not launch.alive()
+        assert len(list(launch.paths.checkpoints.iterdir())) == 1
