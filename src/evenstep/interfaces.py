@@ -32,3 +32,13 @@ def address_towards(host: str) -> str | None:
         asking.connect((host.rpartition("@")[2], 9))
         return str(asking.getsockname()[0])
     return None
+
+
+def own_address() -> str:
+    """The IPv4 address by which other hosts are likeliest to reach this one: that of its name, unless that means the
+    loopback interface here."""
+    with suppress(OSError):
+        named = socket.gethostbyname(socket.gethostname())
+        if not named.startswith("127."):
+            return named
+    return next((address for address in interfaces().values() if not address.startswith("127.")), "127.0.0.1")

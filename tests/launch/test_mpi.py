@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import Hosts, hosts, needs_hosts
-from tests.launch.launching import Result, evenstep, write_script
+from tests.launch.launching import Result, command, evenstep, write_script
 
 pytestmark = pytest.mark.slow
 
@@ -67,3 +68,22 @@ def test_the_fingerprint_of_one_process(two: Hosts, tmp_path: Path, kind: str, p
     assert f"{3 if kind == 'openmpi' else 2} processes" in done.err
     assert done.out.splitlines()[-1] == alone.out.splitlines()[-1]
     assert "fingerprint" in done.out
+
+
+def test_one_launcher_a_host_runs_a_plain_script(two: Hosts, tmp_path: Path) -> None:
+    write_script(
+        tmp_path,
+        """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1) * dist.get_rank()
+        dist.all_reduce(total)
+        print(dist.get_rank(), os.uname().nodename, total.item(), flush=True)
+        dist.destroy_process_group()
+        """,
+    )
+    words = command("run", "--run", "run", "--processes", 2, "--output", "all", "script.py")
+    done = mpirun(two, tmp_path, "mpich", *words, per_host="host1:1,host2:1")
+    assert done.code == 0, done
+    said = sorted(re.findall(r"(\d) (host\d) 6.0", done.out))
+    assert said == [(str(rank), f"host{1 + rank // 2}") for rank in range(4)]

@@ -225,11 +225,12 @@ def read_launch(options: Mapping[str, Any], script: str, arguments: Sequence[str
     there = preflight.hosts(options["hosts"], options["hostfile"], options["nodes"], options["processes"])
     places = (options["nodes"], options["node_rank"], options["master_addr"], options["master_port"])
     transport: Transport = by_ssh
-    if there is None and places[1:3] == (None, None):
+    by_mpirun = preflight.nodes_of_mpirun(options["join_timeout"]) if there is None and places == (None,) * 4 else None
+    if there is None and by_mpirun is None and places[1:3] == (None, None):
         there, transport = preflight.allocated_hosts(options["nodes"], options["processes"]), by_srun
         if there is not None and len(there) == 1 and there[0].is_here:
             count, there, places = there[0].processes or count, None, (None, None, None, None)
-    asked = None if there else preflight.nodes(*places, options["join_timeout"])
+    asked = None if there else by_mpirun or preflight.nodes(*places, options["join_timeout"])
     settings = Settings(
         run=options["run_directory"],
         **{

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import difflib
 import errno
+import json
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from evenstep.environment import LAUNCH, TOKEN, read_world
+from evenstep.environment import LAUNCH, TOKEN, World, read_world
 from evenstep.errors import MachineError, UsageError
+from evenstep.interfaces import own_address
 from evenstep.launch.gpus import visible_gpus
 from evenstep.launch.nodes import Nodes, tell_node_0
+from evenstep.launch.port import reserve_port
 from evenstep.launch.remote import Host, parse_hosts, read_hostfile
 from evenstep.launch.slurm import allocation
 from evenstep.launch.undo import absent, take_back
+from evenstep.mpi import from_rank_0
 from evenstep.record.paths import RunPaths, new_run_directory
 
 PROCESS_WORDS = ("gpu", "cpu", "auto")
@@ -37,15 +42,45 @@ def refuse_nested() -> None:
             f"RANK={environ['RANK']} is set already (by {launcher}), so this would be a launcher inside a launcher",
             do="start the script with that launcher alone, or unset RANK, WORLD_SIZE and LOCAL_RANK for `evenstep run`",
         )
-    world = read_world({name: value for name, value in environ.items() if name != "WORLD_SIZE"})
-    if world.world_size > 1:
+    world = _outer_world()
+    if world.world_size > 1 and not _is_one_a_host(world):
         starter = {"slurm": "srun", "mpi": "mpirun"}.get(world.launcher, world.launcher)
-        once = "; or call `evenstep run` once in the allocation, without srun: it starts itself on each node"
+        other = {
+            "slurm": "; or call `evenstep run` once in the allocation, without srun: it starts itself on each node",
+            "mpi": "; or have mpirun start one `evenstep run` on each host (--map-by ppr:1:node, -ppn 1)",
+        }
         raise UsageError(
             f"{starter} starts `evenstep run` {world.world_size} times: a launcher inside a launcher",
             do=f"give the script itself to {starter} ({starter} ... python script.py); evenstep finds its place"
-            + (once if world.launcher == "slurm" else ""),
+            + other.get(world.launcher, ""),
         )
+
+
+def nodes_of_mpirun(patience: float) -> Nodes | None:
+    """Where this launcher stands among those that mpirun has started, one on each host; None: it has started none.
+
+    Node 0 says through MPI where it is, and a token.
+    """
+    world = _outer_world()
+    if world.world_size == 1 or not _is_one_a_host(world):
+        return None
+
+    def say() -> bytes:
+        port, keeper = reserve_port()
+        keeper.close()
+        place = [own_address(), port, os.environ.get(TOKEN) or secrets.token_urlsafe(24)]
+        return json.dumps(place).encode()
+
+    address, port, token = json.loads(from_rank_0(say, world.rank, world.world_size))
+    return Nodes(world.world_size, world.rank, address, port, token, patience)
+
+
+def _outer_world() -> World:
+    return read_world({name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")})
+
+
+def _is_one_a_host(world: World) -> bool:
+    return world.launcher == "mpi" and world.local_world_size == 1
 
 
 def _by_operator(environ: Mapping[str, str]) -> bool:
