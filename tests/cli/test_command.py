@@ -114,7 +114,7 @@ def test_what_is_no_script(tmp_path: Path) -> None:
         ({"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, ["(by torchrun)"]),
         (
             {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"},
-            ["srun starts `evenstep run` 4 times", "python script.py"],
+            ["srun starts `evenstep run` 4 times", "python script.py", "call `evenstep run` once"],
         ),
         (
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}

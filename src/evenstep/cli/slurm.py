@@ -97,8 +97,8 @@ def launch() -> int:
 
 
 def keep_going(launch: Callable[[], int], run: str | None, environ: Mapping[str, str]) -> int:
-    """What `launch` returns. In a job of --slurm that was to stop (preempted, or near its time limit) or has lost a
-    host, the job is requeued, if a checkpoint of this start makes it worth it."""
+    """What `launch` returns. A job of --slurm that was to stop (preempted, or near its time limit) or has lost a host
+    is requeued, unless it has got no further in this turn and would do no better in the next."""
     if not click.get_current_context().meta[_HERE]["requeue"] or run is None or "SLURM_JOB_ID" not in environ:
         return launch()
     paths, number = RunPaths(Path(run)), environ["SLURM_JOB_ID"]
@@ -110,15 +110,16 @@ def keep_going(launch: Callable[[], int], run: str | None, environ: Mapping[str,
         code = error.exit_code
     if code != exits.MACHINE_FAILED and code not in _ASKED:
         return code
-    now = newest_checkpoint(paths)
-    first = environ.get("SLURM_RESTART_COUNT", "0") == "0"
-    if now == before and not (first and code == exits.MACHINE_FAILED):
-        say(f"job {number} is not requeued: this start of it has written no checkpoint")
-        return code
     job = slurm.show(number)
-    if job is not None and job.state == "RUNNING":  # else it was cancelled, or Slurm itself has other plans
-        say(f"job {number} is requeued" + ("" if now is None else f", to go on from step {now}"))
-        slurm.requeue(number)
+    if job is None or job.state != "RUNNING":  # it was cancelled, or Slurm itself has other plans
+        return code
+    now = newest_checkpoint(paths)
+    again = job.is_near_its_end if code in _ASKED else environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    if now == before and again:
+        say(f"job {number} is not requeued: this turn of it has written no checkpoint")
+        return code
+    say(f"job {number} is requeued" + ("" if now is None else f", to go on from step {now}"))
+    slurm.requeue(number)
     return code
 
 

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from evenstep.environment import task_counts
@@ -24,7 +26,10 @@ _SRUN = (
     "srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--overlap", "--cpu-bind=none", "--mpi=none",
     "--export=ALL", "--unbuffered",
 )  # fmt: skip
-_OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
+_OVER = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
+}  # fmt: skip
+_NEAR = timedelta(minutes=10)
 _LOOK = 0.5  # seconds between two looks at the log
 _SLOWEST = 5.0  # seconds between two questions to the controller, when nothing has changed for long
 _BATCH_AND_INTERACTIVE = 4294967290  # the numbers of such steps begin here
@@ -62,7 +67,12 @@ class Job:
     reason: str  # why it waits
     nodes: str
     exit_code: int
-    signal: int
+    ends: datetime | None  # at its time limit; None: it has none, or does not run
+
+    @property
+    def is_near_its_end(self) -> bool:
+        """Whether little time is left of what it was given."""
+        return self.ends is not None and self.ends - datetime.now() < _NEAR
 
     @property
     def is_over(self) -> bool:
@@ -93,14 +103,18 @@ def show(number: str) -> Job | None:
         match = re.search(rf"(?:^|\s){name}=(\S*)", said)
         return "" if match is None else match[1]
 
-    code, _, signal = value("ExitCode").partition(":")
-    return Job(number, value("JobState"), value("Reason"), value("NodeList"), int(code or 0), int(signal or 0))
+    ends = None
+    with suppress(ValueError):  # Unknown
+        ends = datetime.fromisoformat(value("EndTime"))
+    code = int(value("ExitCode").partition(":")[0] or 0)
+    return Job(number, value("JobState"), value("Reason"), value("NodeList"), code, ends)
 
 
 def follow(number: str, log: Path, show_log: Callable[[bytes], object], say: Callable[[str], None]) -> Job | None:
     """Show what the job writes, and say how it fares, until it is over. None: Slurm has forgotten it."""
     job: Job | None = None
     said = ""
+    over = 0  # how often it was seen to be: a requeued job passes such states for a moment
     read = 0
     pause, ask_at = _LOOK, 0.0
     while True:
@@ -113,15 +127,16 @@ def follow(number: str, log: Path, show_log: Callable[[bytes], object], say: Cal
             else:
                 if job is None:
                     return None
+            over = over + 1 if job is not None and job.is_over else 0
             pause = _LOOK if line != said else min(pause * 1.5, _SLOWEST)
-            if line != said and not (job and job.is_over):
+            if line != said and not over:
                 say(line)
             said, ask_at = line, time.monotonic() + pause
         data = _from(log, read)
         read += len(data)
         if data:
             show_log(data)
-        elif job is not None and job.is_over:
+        elif over > 1:
             return job
         time.sleep(_LOOK)
 

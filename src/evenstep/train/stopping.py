@@ -35,6 +35,9 @@ class Stopping:
         if threading.current_thread() is not threading.main_thread():
             return  # only there can Python take signals
         for number in _ASKING:
+            earlier = getattr(signal.getsignal(number), "__self__", None)
+            if isinstance(earlier, Stopping):  # of a run that was stopped, in a notebook
+                earlier._leave()
             if signal.getsignal(number) in _DEFAULT:
                 self._before[number] = signal.signal(number, self._got)
         if self._before:
