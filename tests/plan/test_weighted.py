@@ -111,7 +111,8 @@ def test_weights_are_copied_and_name_the_order() -> None:
     for replacement in (True, False):
         order = weighted(weights, 3, 0, replacement=replacement)
         before = order.indices(1, 0, 3).tolist()
-        weights[:] = [9.0, 0.0, 0.0]
+        order.indices(2, 0, 3)  # one epoch is kept
+        weights[:] = [1.0, 1e9, 3.0]
         assert order.indices(1, 0, 3).tolist() == before
         weights[:] = [1.0, 2.0, 3.0]
     names = {
