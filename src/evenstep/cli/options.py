@@ -49,14 +49,15 @@ def _memory(ctx: click.Context, param: click.Parameter, value: str | None) -> in
         raise click.BadParameter(error.message, ctx, param) from None
 
 
-def _nodes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """A number from 1; torchrun's 2:2 is 2."""
-    least, _, most = (value or "").partition(":")
+def _nodes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """A number from 1, or the least and the most: 2:4."""
     if value is None:
         return None
-    if not least.isdigit() or int(least) < 1 or most not in ("", least):
-        raise click.BadParameter(f"{value!r} is no number of hosts; a range cannot be given", ctx, param)
-    return int(least)
+    least, colon, most = value.partition(":")
+    most = most if colon else least
+    if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+        raise click.BadParameter(f"{value!r} is no number of hosts; write N, or MIN:MAX", ctx, param)
+    return int(least), int(most)
 
 
 def _elsewhere(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -86,7 +87,7 @@ _OPTIONS = (
         envvar="PET_NNODES",
         callback=_nodes,
         metavar="N",
-        help="Hosts, each started by this command.",
+        help="Hosts, each started by this command; MIN:MAX: go on with MIN of MAX if others do not come (again).",
     ),
     click.option(
         "--node-rank",
@@ -120,6 +121,23 @@ _OPTIONS = (
         help="Seconds to wait for the other hosts.",
     ),
     click.option("--hosts", metavar="A:4,B:4", help="Start processes on these hosts by ssh, so many on each."),
+    click.option(
+        "--min-hosts",
+        type=_POSITIVE,
+        metavar="M",
+        help="With --hosts and --restarts: M of them are enough.",
+    ),
+    click.option(
+        "--restarts",
+        "--max-restarts",
+        "--max_restarts",
+        "restarts",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="After a failure start again from the last checkpoint, up to N times.",
+    ),
     click.option("--hostfile", type=click.Path(), metavar="FILE", help="The same from a file, a line a host."),
     click.option(
         "--global-batch", type=_POSITIVE, metavar="B", help="Samples of one optimizer step, over all processes."
@@ -217,6 +235,8 @@ class Launch:
     address: str | None  # --master-addr
     patience: float  # seconds to wait for other hosts
     output: str
+    restarts: int  # after failures
+    least: int  # hosts that are enough
 
 
 def read_launch(options: Mapping[str, Any], script: str, arguments: Sequence[str]) -> Launch:
@@ -250,6 +270,8 @@ def read_launch(options: Mapping[str, Any], script: str, arguments: Sequence[str
         options["master_addr"],
         options["join_timeout"],
         options["output"],
+        options["restarts"],
+        preflight.least_hosts(options["min_hosts"], there),
     )
 
 

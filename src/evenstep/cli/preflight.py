@@ -154,8 +154,11 @@ def process_count(asked: int | str | None, replicas: int = 1, split: int = 1) ->
     return max(1, gpus // (replicas * split))
 
 
-def nodes(count: int | None, rank: int | None, address: str | None, port: int | None, patience: float) -> Nodes | None:
-    """What was said about several hosts; None: there is one, and nothing was said."""
+def nodes(
+    asked: tuple[int, int] | None, rank: int | None, address: str | None, port: int | None, patience: float
+) -> Nodes | None:
+    """What was said about several hosts; None: there is one, and nothing was said. `asked`: the least, and the most."""
+    least, count = asked or (None, None)
     if count is None and rank in (None, 0):
         if address is not None or port is not None:
             raise UsageError(
@@ -167,7 +170,7 @@ def nodes(count: int | None, rank: int | None, address: str | None, port: int | 
         said = "--nodes was not given" if count is None else f"--nodes is {count}"
         wanted = max(2, (rank or 0) + 1)
         if count is not None and address is not None and port is not None:
-            tell_node_0(Nodes(count, rank or 0, address, port, os.environ.get(TOKEN, ""), 0.0), socket.gethostname())
+            tell_node_0(Nodes(count, rank or 0, address, port, os.environ.get(TOKEN, ""), 0.0, 1), socket.gethostname())
         raise UsageError(
             f"--node-rank {rank}, but {said}: nodes are numbered from 0 to {(count or 1) - 1}",
             do=f"give --nodes {wanted} (how many there are in all) on every node",
@@ -181,10 +184,24 @@ def nodes(count: int | None, rank: int | None, address: str | None, port: int | 
             do="on the first host: --node-rank 0 --master-addr ITS-ADDRESS --master-port PORT; on the others the same "
             "with --node-rank 1, 2, ...",
         )
-    return Nodes(count, rank, address, port, os.environ.get(TOKEN, ""), patience)
+    return Nodes(count, rank, address, port, os.environ.get(TOKEN, ""), patience, least or count)
 
 
-def hosts(listed: str | None, file: str | None, nodes: int | None, processes: int | str | None) -> list[Host] | None:
+def least_hosts(asked: int | None, hosts: list[Host] | None) -> int:
+    """How many of the named hosts are enough: all, if nothing was said."""
+    count = len(hosts or [])
+    if asked is None:
+        return count
+    if hosts is None:
+        raise UsageError("--min-hosts goes with --hosts or --hostfile", do="with --nodes write --nodes MIN:MAX")
+    if asked > count:
+        raise UsageError(f"--min-hosts {asked}, but {count} hosts are named", do=f"give a number from 1 to {count}")
+    return asked
+
+
+def hosts(
+    listed: str | None, file: str | None, nodes: tuple[int, int] | None, processes: int | str | None
+) -> list[Host] | None:
     """The hosts that were named; None: none were."""
     if listed is None and file is None:
         return None

@@ -12,15 +12,12 @@ import click
 from evenstep.cli import exits
 from evenstep.launch.failures import Failure
 from evenstep.launch.local import Outcome
-from evenstep.launch.nodes import Fault
+from evenstep.launch.nodes import Fault, doing_text
+from evenstep.launch.restarts import Verdict
+from evenstep.record.activity import read_activity
 from evenstep.record.paths import RunPaths, newest_checkpoint
 
 _LAST_LINES = 15
-# Errors that the same command meets again.
-_STAYS = {
-    f"evenstep.errors.{name}"
-    for name in ("UsageError", "IdentityError", "LossError", "CheckpointError", "MismatchError")
-}
 
 
 def say(line: str) -> None:
@@ -28,7 +25,7 @@ def say(line: str) -> None:
     click.echo(f"evenstep: {line}", err=True)
 
 
-def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], *, show_all: bool) -> int:
+def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], verdict: Verdict, *, show_all: bool) -> int:
     """Report a launch that came to its end by itself, and return the command's exit code."""
     failure = outcome.failure
     fault = outcome.fault
@@ -37,11 +34,11 @@ def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], *, show_al
         if fault.log:
             say(f"its log there: {fault.log}")
         say("all processes of this host were stopped")
-        _tell_where(paths, words, again=fault.exit_code != exits.WRONG_USAGE)
+        _tell_where(paths, words, verdict, again=not fault.lasting)
         return fault.exit_code
     if outcome.server_died is not None and (failure is None or failure.exit.stopped):
         say(f"the fork server, the parent of all processes, {outcome.server_died}; every process was ended")
-        _tell_where(paths, words)
+        _tell_where(paths, words, verdict)
         return exits.MACHINE_FAILED
     if failure is None:
         return exits.DONE
@@ -52,7 +49,10 @@ def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], *, show_al
     if len(outcome.exits) > 1 or fault is not None:
         say("the other processes were stopped")
     error = failure.uncaught
-    _tell_where(paths, words, again=error is None or error.type not in _STAYS)
+    doing = read_activity(paths.activity(failure.exit.rank))
+    if doing is not None:
+        say(doing_text({failure.exit.rank: doing}))
+    _tell_where(paths, words, verdict, again=not failure.lasting)
     if error is not None:
         return error.exit_code
     # evenstep itself leaves like this where only the end of the script showed the failure.
@@ -69,26 +69,28 @@ def tell_own_failure(outcome: Outcome, paths: RunPaths, node: int, *, show_all: 
         _tell_cause(failure, paths.log(rank), outcome.log_starts[rank], shown=shown, frozen=frozen)
 
 
-def tell_hosts(fault: Fault | None, paths: RunPaths, words: list[str]) -> int:
+def tell_hosts(fault: Fault | None, paths: RunPaths, words: list[str], verdict: Verdict) -> int:
     """Report a launch that started the launchers of several hosts."""
     if fault is None:
         return exits.DONE
     _tell_fault(fault)
     say("the processes of all hosts were stopped")
-    _tell_where(paths, words, again=fault.exit_code != exits.WRONG_USAGE)
+    _tell_where(paths, words, verdict, again=not fault.lasting)
     return fault.exit_code
 
 
 def _tell_fault(fault: Fault) -> None:
     rank = "" if fault.rank is None else f"rank {fault.rank} "
     say(f"the run failed on {fault.host} (node {fault.node}): {rank}{fault.what}")
+    if fault.doing:
+        say(fault.doing)
 
 
 def tell_signal(number: int, paths: RunPaths, words: list[str]) -> None:
     """Report a launch that a signal to the launcher ended."""
     name = signal.Signals(number).name
     say(f"stopped by {'Ctrl-C (SIGINT)' if number == signal.SIGINT else name}; no process is left")
-    _tell_where(paths, words)
+    _tell_where(paths, words, Verdict(False))
 
 
 def _tell_cause(failure: Failure, log: Path, start: int, *, shown: bool, frozen: bool) -> None:
@@ -127,12 +129,20 @@ def _show_tail(log: Path, start: int) -> None:
             click.echo(f"  {line}", err=True)
 
 
-def _tell_where(paths: RunPaths, words: list[str], *, again: bool = True) -> None:
-    """Where the logs are and, where it makes sense to start the same command `again`, how to go on."""
+def _tell_where(paths: RunPaths, words: list[str], verdict: Verdict, *, again: bool = True) -> None:
+    """Where the logs are, what follows, and, where it makes sense to start the same command `again`, how to go on."""
     say(f"logs of every process: {_short(paths.log(0).parent)}/")
-    step = newest_checkpoint(paths)
-    if step is not None and again:
-        say(f"to go on from step {step}: {resume_command(words, paths)}")
+    if verdict.line:
+        say(verdict.line)
+    newest = newest_checkpoint(paths)
+    if verdict.again or not again or (newest is None and not verdict.checkpoint):
+        return
+    if newest is not None:
+        say(f"the last checkpoint: {_short(paths.checkpoint(newest))}")
+        say(f"to go on from step {newest}: {resume_command(words, paths)}")
+    else:
+        say(f"the last checkpoint, as node 0 sees it: {verdict.checkpoint}")
+        say(f"to go on from it, on every node: {resume_command(words, paths)}")
 
 
 def resume_command(words: list[str], paths: RunPaths) -> str:

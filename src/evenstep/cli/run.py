@@ -12,9 +12,11 @@ from evenstep.cli import exits, kubernetes, preflight, slurm
 from evenstep.cli.options import Launch, launch_options, read_launch
 from evenstep.cli.report import say, tell_failure, tell_hosts, tell_signal
 from evenstep.errors import UsageError
-from evenstep.launch.local import run_alone
-from evenstep.launch.remote import run_on_hosts
+from evenstep.launch.local import Outcome, run_here
+from evenstep.launch.remote import Ended, run_on_hosts
+from evenstep.launch.restarts import Verdict
 from evenstep.launch.several import run_on_nodes
+from evenstep.record.paths import RunPaths
 
 
 @click.command(
@@ -56,25 +58,39 @@ def _run(launch: Launch, words: list[str]) -> int:
     script = launch.script.name
     if launch.hosts is not None:
         return _on_hosts(launch, words)
-    wanted, asked = launch.settings.run, launch.nodes
-    if asked is None:
+    wanted = launch.settings.run
+
+    def tell(outcome: Outcome, paths: RunPaths, verdict: Verdict) -> int:
+        if outcome.stopped_by is not None:
+            tell_signal(outcome.stopped_by, paths, words)
+            return exits.by_signal(outcome.stopped_by)
+        return tell_failure(outcome, paths, words, verdict, show_all=launch.output == "all")
+
+    if launch.nodes is None:
         paths, made = preflight.run_paths(wanted, script)
         settings = replace(launch.settings, run=str(paths.root))
-        outcome = run_alone(launch.script, paths, launch.processes, settings, made=made, show=launch.output, say=say)
-    else:
-        outcome, paths = run_on_nodes(
-            asked,
+        return run_here(
             launch.script,
+            paths,
             launch.processes,
-            launch.settings,
-            lambda name: preflight.run_paths(wanted or name, script),
+            settings,
+            made=made,
             show=launch.output,
             say=say,
+            restarts=launch.restarts,
+            tell=tell,
         )
-    if outcome.stopped_by is not None:
-        tell_signal(outcome.stopped_by, paths, words)
-        return exits.by_signal(outcome.stopped_by)
-    return tell_failure(outcome, paths, words, show_all=launch.output == "all")
+    return run_on_nodes(
+        launch.nodes,
+        launch.script,
+        launch.processes,
+        launch.settings,
+        lambda name: preflight.run_paths(wanted or name, script),
+        show=launch.output,
+        say=say,
+        restarts=launch.restarts,
+        tell=tell,
+    )
 
 
 def _on_hosts(launch: Launch, words: list[str]) -> int:
@@ -89,8 +105,22 @@ def _on_hosts(launch: Launch, words: list[str]) -> int:
         "show": launch.output,
         "address": launch.address,
     }
-    ended = run_on_hosts(launch.hosts, launch.transport, paths, told, made=made, patience=launch.patience, say=say)
-    if ended.signal is not None:
-        tell_signal(ended.signal, paths, words)
-        return exits.by_signal(ended.signal)
-    return tell_hosts(ended.fault, paths, words)
+
+    def tell(ended: Ended) -> int:
+        if ended.signal is not None:
+            tell_signal(ended.signal, paths, words)
+            return exits.by_signal(ended.signal)
+        return tell_hosts(ended.fault, paths, words, ended.verdict)
+
+    return run_on_hosts(
+        launch.hosts,
+        launch.transport,
+        paths,
+        told,
+        made=made,
+        patience=launch.patience,
+        say=say,
+        restarts=launch.restarts,
+        least=launch.least,
+        tell=tell,
+    )

@@ -23,6 +23,14 @@ _PEER_GONE = re.compile(
 )
 
 
+# Errors that the same command meets again.
+_LASTING = {
+    f"evenstep.errors.{name}"
+    for name in ("UsageError", "IdentityError", "LossError", "CheckpointError", "MismatchError")
+}
+_USAGE = 2  # as in cli/exits.py
+
+
 @dataclass(frozen=True)
 class Uncaught:
     """The exception that a process ended with."""
@@ -79,6 +87,11 @@ class Failure:
     def when(self) -> float:
         """When it raised, or else ended (seconds since 1970)."""
         return self.exit.time if self.uncaught is None else self.uncaught.time
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the same command is bound to meet it again."""
+        return self.exit.code == _USAGE or (self.uncaught is not None and self.uncaught.type in _LASTING)
 
 
 def error_path(log: Path) -> Path:

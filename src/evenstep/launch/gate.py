@@ -29,6 +29,10 @@ class StrangerError(Exception):
     """What connected does not know the token, or speaks something else."""
 
 
+class SilentError(StrangerError):
+    """What answers has said nothing: perhaps it is not ready yet."""
+
+
 class Line:
     """Lines of JSON both ways, over a proven connection or a pair of pipes. Never blocks."""
 
@@ -134,7 +138,10 @@ class Knock:
         theirs, given = self._got[:_NONCE], self._got[_NONCE:]
         if not hmac.compare_digest(given, _proof(self._token, b"join", self._nonce, theirs)):
             raise StrangerError("it does not know the token of this run, or it is no evenstep")
-        self.sock.send(_proof(self._token, b"welcome", theirs, self._nonce))
+        try:
+            self.sock.send(_proof(self._token, b"welcome", theirs, self._nonce))
+        except OSError as error:
+            raise StrangerError("it hung up") from error
         return True
 
     def close(self) -> None:
@@ -167,11 +174,11 @@ def _exactly(sock: socket.socket, count: int, where: str = "what listens there i
         try:
             piece = sock.recv(count - len(data))
         except TimeoutError:
-            raise StrangerError(f"what listens there says nothing in {PROVE_SECONDS:.0f} s") from None
+            raise SilentError(f"what listens there says nothing in {PROVE_SECONDS:.0f} s") from None
         except ConnectionResetError:
             piece = b""
         if not piece:
-            raise StrangerError(where)
+            raise StrangerError(where) if data else SilentError(where)
         data += piece
     return data
 

@@ -27,6 +27,7 @@ class Job:
     first_rank: int
     world_size: int
     node: int
+    place: int  # of this host among the `nodes` that take part
     nodes: int
     backend: str | None  # checked before the first process starts
     outputs: tuple[tuple[int, int], ...]  # in the order of ranks: the file descriptors that become stdout and stderr
@@ -46,7 +47,7 @@ class Job:
         """All of one process's environment."""
         local = rank - self.first_rank
         world = World(rank, self.world_size, local, self.processes, "evenstep", self.address, self.port, self.tag)
-        nodes = {"GROUP_RANK": str(self.node), "GROUP_WORLD_SIZE": str(self.nodes)}  # torchrun's names
+        nodes = {"GROUP_RANK": str(self.place), "GROUP_WORLD_SIZE": str(self.nodes)}  # torchrun's names
         return {**self.environment, **write_world(world), **nodes}
 
     def threads(self) -> int | None:

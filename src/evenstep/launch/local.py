@@ -17,18 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenstep.environment import LAUNCH, Settings, write_settings
+from evenstep.environment import LAUNCH, TOKEN, Settings, write_settings
 from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.interfaces import interface_of
 from evenstep.launch import fork_server, kinship
 from evenstep.launch.failures import Exit, Failure, Uncaught, error_path, first_failure, read_uncaught
 from evenstep.launch.job import Job, to_json
-from evenstep.launch.nodes import Fault, Link, Spoke, Start
+from evenstep.launch.nodes import Fault, Link, Spoke, Start, doing_text
 from evenstep.launch.output import Log, Stream, open_streams, resize
 from evenstep.launch.port import reserve_port
+from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.taking import Echo, signals_to
 from evenstep.launch.undo import take_back
 from evenstep.launch.warm import Server, Warm, spared
+from evenstep.record.activity import Doing, read_activity
 from evenstep.record.events import EventWriter
 from evenstep.record.paths import RunPaths
 
@@ -66,6 +68,8 @@ class Outcome:
     log_starts: dict[int, int]  # by rank: bytes that the log held before this launch's output
     fault: Fault | None = None  # the failure that ended a run of several hosts, on whichever it was
     frozen: tuple[int, ...] = ()  # ranks that somebody had stopped by a signal
+    verdict: Verdict | None = None  # what follows the fault, where the hub of several hosts has decided it
+    foreign: bool = False  # the script does not use evenstep
 
     @property
     def failure(self) -> Failure | None:
@@ -82,6 +86,10 @@ class Outcome:
         return self.signal if self.signal is not None else orderly[0] if orderly and self.failure is None else None
 
 
+Tell = Callable[[Outcome, RunPaths, Verdict], int]
+"""Reports how a start ended and what follows; returns the command's exit code."""
+
+
 @dataclass(frozen=True)
 class Part:
     """What this host does of a launch: `processes` of its `world_size` processes, from `first_rank` on."""
@@ -95,6 +103,9 @@ class Part:
     port: int
     tag: str
     link: Link | None  # to the launchers of the other hosts
+    place: int = 0  # of this host among those that take part
+    restart: int = 0  # how often the run was started again before
+    restarts: int = 0  # and how often it may be
 
     @property
     def ranks(self) -> range:
@@ -114,7 +125,41 @@ def part_of(start: Start, processes: int, link: Link) -> Part:
         start.port,
         start.tag,
         link,
+        start.place,
+        start.restart,
+        start.restarts,
     )
+
+
+def run_here(
+    script: Script,
+    paths: RunPaths,
+    processes: int,
+    settings: Settings,
+    *,
+    made: Sequence[Path],
+    show: str,
+    say: Say,
+    restarts: int,
+    tell: Tell,
+) -> int:
+    """`run_alone`, after a failure again, up to `restarts` times. `tell` is told how each start ended; what it returns
+    for the last is returned."""
+    again = Restarts(restarts)
+    while True:
+        outcome = run_alone(
+            script, paths, processes, settings, made=made, show=show, say=say, restart=again.done, restarts=restarts
+        )
+        verdict = Verdict(False)
+        failure = outcome.failure
+        if outcome.stopped_by is None and (failure is not None or outcome.server_died is not None):
+            doing = read_activity(paths.activity(0 if failure is None else failure.exit.rank))
+            step = failed_step(doing, foreign=outcome.foreign)
+            verdict = again.decide(paths, step, lasting=failure is not None and failure.lasting)
+        code = tell(outcome, paths, verdict)
+        if not verdict.again:
+            return code
+        made = ()
 
 
 def run_alone(
@@ -128,11 +173,14 @@ def run_alone(
     say: Say,
     warm: Warm | None = None,
     tick: Callable[[], None] | None = None,
+    restart: int = 0,
+    restarts: int = 0,
 ) -> Outcome:
     """Run `script` as `processes` processes of this host, which no other host has to do with. See `run_part`."""
     port, keeper = reserve_port()
     with keeper:
-        part = Part(processes, 0, processes, 0, 1, "127.0.0.1", port, secrets.token_hex(8), None)
+        tag = secrets.token_hex(8)
+        part = Part(processes, 0, processes, 0, 1, "127.0.0.1", port, tag, None, restart=restart, restarts=restarts)
         return run_part(script, paths, part, settings, made=made, show=show, say=say, warm=warm, tick=tick)
 
 
@@ -181,6 +229,7 @@ def run_part(
             first_rank=part.first_rank,
             world_size=part.world_size,
             node=part.node,
+            place=part.place,
             nodes=part.nodes,
             backend=settings.backend,
             outputs=tuple(outputs),
@@ -223,6 +272,7 @@ class _Launch:
         self._exits: list[Exit] = []
         self._frozen: list[int] = []
         self._felled = False  # another host has failed
+        self._foreign = False
         self._started = False
         self._done = False
         self._signal: int | None = None
@@ -234,6 +284,7 @@ class _Launch:
         kinship.adopt_orphans()  # should the fork server be killed, its processes become ours to end
         with signals_to(self._on_signal, *_SIGNALS):
             if self._link is not None:
+                self._link.report(self._doings)
                 self._link.watch(self._on_fault)
             if isinstance(self._link, Spoke):
                 self._link.obey(self._on_order)
@@ -255,6 +306,8 @@ class _Launch:
             {rank: log.start for rank, log in zip(self._job.ranks, self._logs, strict=True)},
             None if self._link is None else self._link.fault,
             tuple(self._frozen),
+            None if self._link is None or self._link.fault is None else self._link.verdict,
+            self._foreign,
         )
 
     # ---- other hosts
@@ -269,12 +322,30 @@ class _Launch:
         if "stop" in order or "kill" in order:
             os.kill(os.getpid(), order.get("stop", signal.SIGINT))
 
-    def _tell(self, rank: int, what: str, *, secondary: bool) -> None:
-        if self._link is not None:
-            log = str(self._job.paths().log(rank))
-            self._link.tell(
-                Fault(self._job.node, self._link.host, what, rank, log=log, exit_code=1, secondary=secondary)
+    def _doings(self) -> dict[int, Doing]:
+        """In the link's thread: what the processes are doing."""
+        paths = self._job.paths()
+        seen = {rank: read_activity(paths.activity(rank)) for rank in self._job.ranks}
+        return {rank: doing for rank, doing in seen.items() if doing is not None}
+
+    def _tell(self, rank: int, what: str, *, code: int = 1, secondary: bool = False, lasting: bool = False) -> None:
+        if self._link is None:
+            return
+        doing = read_activity(self._job.paths().activity(rank))
+        self._link.tell(
+            Fault(
+                self._job.node,
+                self._link.host,
+                what,
+                rank,
+                log=str(self._job.paths().log(rank)),
+                exit_code=code,
+                secondary=secondary,
+                lasting=lasting,
+                doing="" if doing is None else doing_text({rank: doing}),
+                step=failed_step(doing, foreign=self._foreign),
             )
+        )
 
     def _part_from_others(self, server_died: str | None) -> None:
         """Once all has ended here: tell the other hosts, and wait until it is known how they ended."""
@@ -285,7 +356,7 @@ class _Launch:
         if self._refusal is not None or (self._signal is not None and not in_order):
             return  # leaving tells them
         if server_died is not None:
-            self._tell(self._job.first_rank, f"the parent of its processes {server_died}", secondary=False)
+            self._tell(self._job.first_rank, f"and all others there were ended: their parent {server_died}", code=4)
         if any(one.failed for one in self._exits) or server_died is not None:
             link.wait(_VERDICT)
             return
@@ -359,7 +430,13 @@ class _Launch:
             if one.failed and not one.stopped:
                 error = read_uncaught(error_path(self._job.paths().log(one.rank)))
                 said = one.describe() if error is None else f"failed: {error.type}: {error.message}"
-                self._tell(one.rank, said, secondary=error is not None and error.secondary)
+                self._tell(
+                    one.rank,
+                    said,
+                    code=1 if error is None else error.exit_code,
+                    secondary=error is not None and error.secondary,
+                    lasting=Failure(one, error).lasting,
+                )
             self._events.emit("exit", of_rank=event["rank"], code=event["code"], stopped=event["stopped"])
         elif kind == "started":
             self._started = True
@@ -375,7 +452,6 @@ class _Launch:
             self._tell(
                 event["rank"],
                 f"stands still: somebody stopped it (SIGSTOP) {event['seconds']:.0f} s ago",
-                secondary=False,
             )
         elif kind == "done":
             self._done = True
@@ -388,6 +464,7 @@ class _Launch:
             self._events.emit("plain_start", reason=event["reason"])
             self._say(f"{event['reason']}, so every process imports for itself; the start takes longer")
         elif kind == "foreign":
+            self._foreign = True
             self._say(
                 "the script does not use evenstep: its sums, sample order and checkpoints are its own; "
                 "starting, stopping and logs are evenstep's"
@@ -446,9 +523,17 @@ class _Launch:
         return Exit(0, code, stopped=False, time=time.time()).describe()
 
 
+def failed_step(doing: Doing | None, *, foreign: bool) -> int | None:
+    """The step of a failure, 0 before the first; None for a script that does not use evenstep."""
+    return None if foreign else 0 if doing is None else doing.step
+
+
 def _environment(settings: Settings, part: Part) -> Mapping[str, str]:
     """What every process gets: ours with the options' variables."""
-    environment = {**os.environ, **write_settings(settings)}
+    environment = {name: value for name, value in os.environ.items() if name != TOKEN}
+    environment.update(write_settings(settings))
+    environment["TORCHELASTIC_RESTART_COUNT"] = str(part.restart)  # torchrun's names
+    environment["TORCHELASTIC_MAX_RESTARTS"] = str(part.restarts)
     if settings.threads is not None:
         environment["OMP_NUM_THREADS"] = str(settings.threads)
     elif part.world_size > 1:
@@ -487,7 +572,7 @@ def _prepare_logs(paths: RunPaths, ranks: range) -> None:
     folder = paths.log(0).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in map(error_path, map(paths.log, ranks)):
+        for old in (*map(error_path, map(paths.log, ranks)), *map(paths.activity, ranks)):
             old.unlink(missing_ok=True)
         probe = folder / f"probe-{os.getpid()}"
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import errno
 import os
+import secrets
 import selectors
 import socket
 import threading
@@ -23,7 +24,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from evenstep.errors import EvenstepError, MachineError, UsageError
-from evenstep.launch.gate import Knock, Line, Message, StrangerError, call, socket_line
+from evenstep.launch.gate import Knock, Line, Message, SilentError, StrangerError, call, socket_line
+from evenstep.launch.restarts import Verdict
+from evenstep.record.activity import Doing
 
 BEAT = 0.25  # seconds between two beats
 SILENCE = 4.0  # seconds without any after which a host is lost; a flap of two seconds is not
@@ -31,10 +34,17 @@ _SAY_AFTER = 2.0  # seconds after which it is said what is waited for, and then 
 _SAY_EVERY = 15.0
 _LIKELIER = 0.5  # seconds in which a likelier cause than a peer's end may still be told
 _TELL = 5.0  # seconds in which node 0 is told of a mistake
+_UNPROVEN = 64  # connections that may be open without having proved themselves
+_SUSPECT = 1.0  # seconds of silence after which another launcher of the same host is believed to replace it
 _FAREWELL = 2.0  # seconds for the last words
+_LAST_CALL = 30.0  # seconds to wait for more hosts, where those that are there are enough
+_LAST_CALL_AGAIN = 5.0  # the same when a run starts again: who is alive comes at once
+_STOPPED = "its launcher was stopped"
 _SILENT = f"nothing was heard from it for {SILENCE:.0f} s: its cable, its power, or its launcher"
 
 Say = Callable[[str], None]
+Doings = Mapping[int, Doing]
+"""What the processes of a host were doing last, by rank."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class Nodes:
     port: int
     token: str
     patience: float  # seconds to wait for the others
+    least: int  # nodes that are enough
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,9 @@ class Start:
     port: int
     tag: str
     run: str  # the run directory
+    place: int  # of this node among those that are there, from 0
+    restart: int  # how often the run was started again before
+    restarts: int  # and how often it may be
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,19 @@ class Fault:
     log: str = ""
     exit_code: int = 4
     secondary: bool = False  # another's end is the likely cause
+    lasting: bool = False  # the same command would meet it again
+    doing: str = ""  # what it was doing last: "rank 1 was in step 12, computing gradients"
+    step: int | None = None  # in which it came; 0: before the first
+
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody has stopped the run; that is no failure to start again after."""
+        return self.what == _STOPPED
+
+    @property
+    def silent(self) -> bool:
+        """Whether the whole host is out of reach."""
+        return self.what == _SILENT
 
 
 @dataclass(frozen=True)
@@ -96,7 +123,9 @@ class Member:
 
     about: About
     line: Line
+    joined: float = field(default_factory=time.monotonic)
     done: bool = False
+    doing: Mapping[str, list[Any]] = field(default_factory=dict)  # by rank: step and phase, as it said last
 
 
 class Link:
@@ -105,9 +134,11 @@ class Link:
     def __init__(self, host: str, say: Say) -> None:
         self.host = host
         self.fault: Fault | None = None
+        self.verdict = Verdict(False)  # what follows the fault
         self.interface = ""  # this host's own address on the way to the others
         self._say = say
         self._on_fault: Callable[[Fault], None] = lambda fault: None
+        self._doings: Callable[[], Doings] = dict
         self._start: Start | None = None
         self._error: EvenstepError | None = None
         self._begun = threading.Event()  # or refused
@@ -137,6 +168,10 @@ class Link:
         if self.fault is not None:
             on_fault(self.fault)
 
+    def report(self, doings: Callable[[], Doings]) -> None:
+        """Have every beat say what this host's processes are doing."""
+        self._doings = doings
+
     def tell(self, fault: Fault) -> None:
         """A failure on this node."""
         self._post(fault=asdict(fault))
@@ -158,6 +193,9 @@ class Link:
         for descriptor in (self._woken, self._wake):
             with suppress(OSError):
                 os.close(descriptor)
+
+    def _beat(self) -> Message:
+        return {"beat": {rank: (doing.step, doing.phase) for rank, doing in self._doings().items()}}
 
     def _post(self, **message: object) -> None:
         if message:
@@ -221,9 +259,28 @@ class Link:
 class Hub(Link):
     """Node 0's launcher (`own`), or one that has no processes of its own and has started all the others."""
 
-    def __init__(self, count: int, own: About | None, host: str, say: Say, tag: str, run: str, patience: float) -> None:
+    def __init__(
+        self,
+        count: int,
+        own: About | None,
+        host: str,
+        say: Say,
+        run: str,
+        patience: float,
+        decide: Callable[[Fault], Verdict],
+        *,
+        least: int | None = None,
+        restart: int = 0,
+        restarts: int = 0,
+    ) -> None:
+        """`least`: nodes that are enough (None: all). `decide` says what follows a fault. `restart`, `restarts`: how
+        often the run was started again, and may be."""
         super().__init__(host, say)
-        self.count, self._own, self._tag, self._run_name, self._patience = count, own, tag, run, patience
+        self.count, self._own, self._run_name, self._patience = count, own, run, patience
+        self.least = count if least is None else least
+        self._decide, self._restart, self._restarts = decide, restart, restarts
+        self._tag = secrets.token_hex(8)
+        self._waiting: list[Line] = []  # nodes that came after the run began
         self.where = ""  # where others reach this hub, for messages
         self.farewell = _FAREWELL
         self._members: dict[int, Member] = {}
@@ -238,17 +295,19 @@ class Hub(Link):
         self.where, self.interface = gate.where, gate.address
         self._selector.register(gate.listener, selectors.EVENT_READ, lambda: gate.accept(self._selector, self.welcome))
 
+    def _close_gate(self) -> None:
+        """Who comes from now on waits for the next start, if there is one."""
+        if self._gate is not None:
+            with suppress(KeyError):
+                self._selector.unregister(self._gate.listener)
+
     def welcome(self, line: Line) -> None:
         """A connection to a node that has not said who it is."""
         self._listen_to(line, lambda: self._hear_new(line))
 
     def _run(self) -> None:
-        try:
-            self._gather()
-            self._supervise()
-        finally:
-            if self._gate is not None:
-                self._gate.listener.close()
+        self._gather()
+        self._supervise()
 
     def _gather(self) -> None:
         """Until every node has said what it has."""
@@ -258,6 +317,9 @@ class Hub(Link):
             if self._closing:
                 return
             now = time.monotonic()
+            if missing and self._enough(now, began) and self._prepared():
+                self._say(f"going on without {missing}: {self._present()} are enough")
+                break
             if missing and now > began + self._patience:
                 self._end_all(
                     MachineError(
@@ -274,19 +336,50 @@ class Hub(Link):
                 member.line.send(beat=True)
                 if time.monotonic() - member.line.heard > SILENCE:
                     self._lost_early(member, _SILENT)
+        self._give_places()
+        self._begin(self._start)
+
+    def _give_places(self) -> None:
+        """Tell every node where its processes stand."""
         abouts = {k: member.about for k, member in self._members.items()}
         if self._own is not None:
             abouts[0] = self._own
-        sizes = [abouts[k].processes for k in range(self.count)]
-        for k in range(self.count):
-            first = sum(sizes[:k])
-            zero = abouts[0]
-            start = Start(k, self.count, first, sum(sizes), zero.address, zero.port, f"{self._tag}-{k}", self._run_name)
+        there = [abouts[k] for k in sorted(abouts)]
+        total = sum(about.processes for about in there)
+        first = 0
+        for place, about in enumerate(there):
+            k = about.node
+            start = Start(
+                node=k,
+                nodes=len(there),
+                first_rank=first,
+                world_size=total,
+                address=there[0].address,
+                port=there[0].port,
+                tag=f"{self._tag}-{k}",
+                run=self._run_name,
+                place=place,
+                restart=self._restart,
+                restarts=self._restarts,
+            )
+            first += about.processes
             if k in self._members:
                 self._members[k].line.send(begin=asdict(start))
             else:
                 self._start = start
-        self._begin(self._start)
+        if self._restart:
+            where = ", ".join(f"{about.host} ({about.processes})" for about in there)
+            self._say(f"again on {len(there)} hosts with {total} processes: {where}")
+
+    def _present(self) -> int:
+        return len(self._members) + (self._own is not None)
+
+    def _enough(self, now: float, began: float) -> bool:
+        """Whether to begin without those who have not come."""
+        last_call = _LAST_CALL_AGAIN if self._restart else _LAST_CALL
+        if self._present() < self.least or (self._own is None and 0 not in self._members):
+            return False
+        return now > max([began, *(member.joined for member in self._members.values())]) + last_call
 
     def _supervise(self) -> None:
         """Until all are done, or something has failed and all have been told."""
@@ -303,8 +396,9 @@ class Hub(Link):
                     for member in self._members.values():
                         member.line.send(**message["all"])
             now = time.monotonic()
+            beat = self._beat()
             for member in list(self._members.values()):
-                member.line.send(beat=True)
+                member.line.send(**beat)
                 if not member.done and now - member.line.heard > SILENCE:
                     self._lost(member, _SILENT)
             if self._suspect is not None and now > self._suspect[0]:
@@ -312,17 +406,24 @@ class Hub(Link):
             if until is not None:
                 continue
             if self._closing and self.fault is None:
-                self._failed(Fault(0, self.host, "its launcher was stopped"))
+                self._failed(Fault(0, self.host, _STOPPED))
             if self.fault is not None:
-                self._end_with(fault=asdict(self.fault))
+                if not self.fault.stopped:
+                    self.verdict = self._decide(self.fault)
+                self._end_with(fault=asdict(self.fault), verdict=asdict(self.verdict))
                 until = now + self.farewell
             elif self._own_done and all(m.done for m in self._members.values()):
                 self._end_with(over=True)
                 until = now + self.farewell
 
     def _end_with(self, **message: object) -> None:
+        self._close_gate()
         for member in self._members.values():
             member.line.send(**message)
+        for line in self._waiting:
+            if not self.verdict.again:
+                line.send(refused=["the run has ended without this host, which came late", None], code=4)
+            line.close()
         self._over.set()
 
     def _sweep_gate(self) -> None:
@@ -344,7 +445,16 @@ class Hub(Link):
             line.close()
             return
         about = About(**messages[0]["hello"])
+        if self._begun.is_set() and about.node in self._members:
+            before = self._members[about.node]
+            if before.about.host == about.host and time.monotonic() - before.line.heard > _SUSPECT:
+                self._lost(before, "its launcher was lost, and has come again")
         problem = self._problem(about)
+        if problem is None and self._begun.is_set():
+            self._say(f"{about.host} (node {about.node}) has come: it takes part if the run starts again")
+            line.send(later=True)
+            self._waiting.append(line)
+            return
         if problem is not None:
             line.send(refused=[problem.message, problem.do], code=problem.exit_code)
             if not self._begun.is_set():
@@ -418,7 +528,9 @@ class Hub(Link):
                 self._lost(member, "its launcher has ended")
             return
         for message in messages:
-            if message.get("done"):
+            if "beat" in message:
+                member.doing = message["beat"] or member.doing
+            elif message.get("done"):
                 member.done = True
                 self.ended_by = self.ended_by or message["signal"]
             elif "fault" in message:
@@ -439,7 +551,7 @@ class Hub(Link):
 
     def _lost(self, member: Member, what: str) -> None:
         self._drop(member)
-        self._failed(Fault(member.about.node, member.about.host, what))
+        self._failed(lost(member.about.node, member.about.host, what, member.doing))
 
     def _drop(self, member: Member) -> None:
         with suppress(KeyError, ValueError):
@@ -448,17 +560,30 @@ class Hub(Link):
         self._members.pop(member.about.node, None)
 
     def _missing(self) -> str:
-        first = 0 if self._own is None else 1
-        missing = [str(k) for k in range(first, self.count) if k not in self._members]
+        own = set() if self._own is None else {self._own.node}
+        missing = [str(k) for k in range(self.count) if k not in self._members and k not in own]
         return f"node{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {self.count}" if missing else ""
 
 
 class Spoke(Link):
     """Any other node's launcher. `connect` gives the line to the hub, or None to be asked again."""
 
-    def __init__(self, about: About, hub: str, say: Say, connect: Callable[[], Line | None]) -> None:
+    def __init__(
+        self,
+        about: About,
+        hub: str,
+        say: Say,
+        connect: Callable[[], Line | None],
+        lost_hub: Callable[[], Verdict] = Verdict.of_none,
+        *,
+        calls_again: bool = False,
+    ) -> None:
+        """`lost_hub` says what follows when the hub itself is lost. `calls_again`: a hub that hangs up before the run
+        begins is called again."""
         super().__init__(about.host, say)
         self._about, self._hub, self._connect = about, hub, connect
+        self._lost_hub, self._calls_again = lost_hub, calls_again
+        self._hub_doing: Mapping[str, list[Any]] = {}
         self._line: Line | None = None
         self._refusal: EvenstepError | None = None
         self._carrying: set[int] = set()
@@ -495,7 +620,8 @@ class Spoke(Link):
             if not self._carrying:
                 self.carried.set()
 
-    def _run(self) -> None:
+    def _call(self) -> None:
+        """Reach the hub and say what this host has. `_line` is None if this launcher is to leave before."""
         line = self._connect()
         while line is None and not self._closing:
             time.sleep(0.1)
@@ -508,22 +634,36 @@ class Spoke(Link):
         else:
             line.send(hello=asdict(self._about))
         self._listen_to(line, lambda: self._hear(line))
+
+    def _run(self) -> None:
+        self._call()
         while not self._closing:
             self._turn(BEAT)
+            if self._line is None:
+                self._call()
+                continue
+            line = self._line
             self._send_mail(line)
-            line.send(beat=True)
+            line.send(**self._beat())
             if not self._begun.is_set() and time.monotonic() - line.heard > SILENCE:
                 raise MachineError(f"nothing was heard from {self._hub} for {SILENCE:.0f} s", do="see the network")
             if self._begun.is_set() and not self._over.is_set() and time.monotonic() - line.heard > SILENCE:
-                self._failed(Fault(0, self._hub, _SILENT))
-                self._over.set()
+                self._lose_hub(_SILENT)
+        if self._line is None:
+            return
+        line = self._line
         if self._begun.is_set() and not self._over.is_set():
-            line.send(fault=asdict(Fault(self._about.node, self.host, "its launcher was stopped")))
+            line.send(fault=asdict(Fault(self._about.node, self.host, _STOPPED)))
         until = time.monotonic() + 2 * _FAREWELL
         self._turn(0.0)
         self._send_mail(line)
         while line.waits and line.flush() and time.monotonic() < until:
             time.sleep(BEAT / 10)
+
+    def _lose_hub(self, what: str) -> None:
+        self.verdict = self._lost_hub()
+        self._failed(lost(0, self._hub, what, self._hub_doing))
+        self._over.set()
 
     def _send_mail(self, line: Line) -> None:
         for message in self._mail():
@@ -533,25 +673,47 @@ class Spoke(Link):
         messages = line.receive()
         if messages is None:
             self._selector.unregister(line)
-            if not self._begun.is_set():
+            if self._begun.is_set():
+                if not self._over.is_set():
+                    self._lose_hub("its launcher has ended")
+                return
+            if not self._calls_again:
                 raise MachineError(f"the launcher on {self._hub} has ended before the run began", do="see what it said")
-            if not self._over.is_set():
-                self._failed(Fault(0, self._hub, "its launcher has ended"))
-                self._over.set()
+            line.close()
+            self._line = None
             return
         for message in messages:
-            if "begin" in message:
+            if "beat" in message:
+                self._hub_doing = message["beat"] or self._hub_doing
+            elif "later" in message:
+                self._say("the run is under way without this host, which takes part if it starts again")
+                self._calls_again = True
+            elif "begin" in message:
                 self._begin(Start(**message["begin"]))
             elif "refused" in message:
                 said, do = message["refused"]
                 raise (UsageError if message["code"] == UsageError.exit_code else MachineError)(said, do=do)
             elif "fault" in message:
+                self.verdict = Verdict(**message["verdict"])
                 self._failed(Fault(**message["fault"]))
                 self._over.set()
             elif "over" in message:
                 self._over.set()
-            elif "beat" not in message:
+            else:
                 self._on_order(message)
+
+
+def lost(node: int, host: str, what: str, doing: Mapping[str, list[Any]]) -> Fault:
+    """A host that is gone, with what its processes were doing as it said last."""
+    last = {int(rank): Doing(*said) for rank, said in doing.items()}
+    step = max((one.step for one in last.values()), default=None)
+    return Fault(node, host, what, doing=doing_text(last), step=step)
+
+
+def doing_text(doings: Doings) -> str:
+    """`rank 1 was in step 12, computing gradients; rank 2 ...`, of four at most."""
+    said = [f"rank {rank} was {doing}" for rank, doing in sorted(doings.items())]
+    return "; ".join(said[:4]) + (f"; and {len(said) - 4} more" if len(said) > 4 else "")
 
 
 class Gate:
@@ -566,6 +728,9 @@ class Gate:
 
     def accept(self, selector: selectors.BaseSelector, welcome: Callable[[Line], None]) -> None:
         """Take a connection that waits; give it to `welcome` once it is proven."""
+        unproven = [key.fileobj for key in selector.get_map().values() if isinstance(key.fileobj, Knock)]
+        if len(unproven) >= _UNPROVEN:  # who belongs here proves it in a moment
+            self._turn_away(selector, min(unproven, key=lambda one: one.deadline), "it said nothing")
         try:
             sock, _ = self.listener.accept()
         except OSError:
@@ -584,7 +749,12 @@ class Gate:
                 self._turn_away(selector, knock, str(error))
                 return
             selector.unregister(knock)
-            welcome(socket_line(knock.sock))
+            try:
+                line = socket_line(knock.sock)
+            except OSError:  # it has gone
+                knock.close()
+                return
+            welcome(line)
 
         selector.register(knock, selectors.EVENT_READ, read)
 
@@ -607,10 +777,11 @@ class Gate:
 class Calling:
     """Calls node 0, which may be started later, until it answers."""
 
-    def __init__(self, nodes: Nodes, say: Say) -> None:
+    def __init__(self, nodes: Nodes, say: Say, *, again: bool = False) -> None:
+        """`again`: it has answered before, so that it may not be ready yet when it does not."""
         self.where = f"{nodes.address}:{nodes.port}"
         self.interface = ""
-        self._nodes, self._say = nodes, say
+        self._nodes, self._say, self._again = nodes, say, again
         self._began = time.monotonic()
         self._next_word = self._began + _SAY_AFTER
 
@@ -620,11 +791,12 @@ class Calling:
             sock = call(nodes.address, nodes.port, nodes.token, 2.0)
             self.interface = sock.getsockname()[0]
             return socket_line(sock)
+        except SilentError as error:
+            if not self._again:
+                raise self._refused(error) from error
+            why = str(error)
         except StrangerError as error:
-            raise UsageError(
-                f"{self.where}: {error}",
-                do="see --master-addr and --master-port, and that EVENSTEP_TOKEN is the same",
-            ) from error
+            raise self._refused(error) from error
         except OSError as error:
             why = str(error.strerror or error)
         now = time.monotonic()
@@ -637,6 +809,12 @@ class Calling:
             self._say(f"waiting for node 0 at {self.where}: {why}")
             self._next_word = now + _SAY_EVERY
         return None
+
+    def _refused(self, error: StrangerError) -> UsageError:
+        return UsageError(
+            f"{self.where}: {error}",
+            do="see --master-addr and --master-port, and that EVENSTEP_TOKEN is the same",
+        )
 
 
 def tell_node_0(nodes: Nodes, host: str) -> None:

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from evenstep.launch.gate import GREETING, Line, Message
 from evenstep.launch.home import Home
 from evenstep.launch.nodes import Fault, Hub, Member, Say
 from evenstep.launch.output import write_all
+from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.taking import Echo, signals_to
 from evenstep.launch.undo import take_back
 from evenstep.record.paths import RunPaths
@@ -42,6 +44,7 @@ _SSH_OPTIONS = [
     *("-o", "ServerAliveInterval=3"),
     *("-o", "ServerAliveCountMax=2"),
 ]
+_TRY_AGAIN = 5.0  # seconds before a host that is gone is tried again
 _LAST_WORDS = 30.0  # seconds for logs to come back
 _FORWARDED = re.compile(r"^(EVENSTEP_|PYTHON|OMP_|MKL_|OPENBLAS_|NCCL_|GLOO_|TORCH|CUDA_|HF_|PATH$|LD_LIBRARY_PATH$)")
 
@@ -126,6 +129,15 @@ class Ended:
 
     fault: Fault | None
     signal: int | None
+    verdict: Verdict  # what follows
+
+
+class HostError(MachineError):
+    """No launcher could be started on a host."""
+
+    def __init__(self, host: Host, message: str, *, do: str) -> None:
+        super().__init__(message, do=do)
+        self.host = host
 
 
 def run_on_hosts(
@@ -137,12 +149,57 @@ def run_on_hosts(
     made: Sequence[Path],
     patience: float,
     say: Say,
-) -> Ended:
+    restarts: int,
+    least: int,
+    tell: Callable[[Ended], int],
+) -> int:
     """Start a launcher on every host, give it its part, carry output and logs here, and wait for the end.
 
     `job` is what every host is told (see cli/node.py). UsageError and MachineError for what keeps them from beginning;
-    then the folders that were `made` for this launch are removed again.
+    then the folders that were `made` for this launch are removed again. After a failure it starts again, up to
+    `restarts` times, on all hosts but those that are lost, if `least` are left; else it waits for them to come back.
+    `tell` is told how each start ended; what it returns for the last is returned.
     """
+    again = Restarts(restarts)
+    there = list(hosts)
+    until = time.monotonic() + patience
+    while True:
+        try:
+            ended = _run_once(there, transport, paths, job, made=made, patience=patience, say=say, again=again)
+        except HostError as error:
+            if again.done == 0:
+                raise
+            if len(there) > least:
+                there.remove(error.host)
+                say(f"{error.message}: going on without it")
+            elif time.monotonic() > until:
+                raise
+            else:
+                say(f"{error.message}; trying again for {until - time.monotonic():.0f} s")
+                time.sleep(_TRY_AGAIN)
+            continue
+        code = tell(ended)
+        if ended.signal is not None or not ended.verdict.again:
+            return code
+        if ended.fault is not None and ended.fault.silent and len(there) > least:
+            left = there.pop(ended.fault.node)
+            say(f"going on without {left.name}")
+        until = time.monotonic() + patience
+        made = ()
+
+
+def _run_once(
+    hosts: Sequence[Host],
+    transport: Transport,
+    paths: RunPaths,
+    job: Mapping[str, Any],
+    *,
+    made: Sequence[Path],
+    patience: float,
+    say: Say,
+    again: Restarts,
+) -> Ended:
+    """One start on all hosts, to its end."""
     with ExitStack() as stack:
         stack.push(lambda kind, error, trace: take_back(paths, made) if isinstance(error, EvenstepError) else None)
         probe = paths.root / f"probe-{secrets.token_hex(4)}"
@@ -150,7 +207,7 @@ def run_on_hosts(
         stack.callback(probe.unlink, missing_ok=True)
         name = run_id(paths) or secrets.token_hex(8)
         write_whole(paths.run_id, name.encode())
-        hub = _Hub(hosts, transport, paths, name, say, patience)
+        hub = _Hub(hosts, transport, paths, name, say, patience, again)
         stack.callback(hub.close)
         stack.callback(hub.home.stop)
         for node, host in enumerate(hosts):
@@ -173,7 +230,7 @@ def run_on_hosts(
                     break
             hub.close()
             hub.home.finish()
-        return Ended(hub.fault, hub.ended_by if hub.stopped is None else hub.stopped)
+        return Ended(hub.fault, hub.ended_by if hub.stopped is None else hub.stopped, hub.verdict)
 
 
 def command_on(host: Host, transport: Transport) -> list[str]:
@@ -193,10 +250,26 @@ class _Hub(Hub):
     """The hub of hosts that it has started itself."""
 
     def __init__(
-        self, hosts: Sequence[Host], transport: Transport, paths: RunPaths, name: str, say: Say, patience: float
+        self,
+        hosts: Sequence[Host],
+        transport: Transport,
+        paths: RunPaths,
+        name: str,
+        say: Say,
+        patience: float,
+        again: Restarts,
     ) -> None:
-        run = str(paths.root)
-        super().__init__(len(hosts), None, socket.gethostname(), say, secrets.token_hex(8), run, patience)
+        super().__init__(
+            len(hosts),
+            None,
+            socket.gethostname(),
+            say,
+            str(paths.root),
+            patience,
+            lambda fault: again.decide(paths, fault.step, lasting=fault.lasting),
+            restart=again.done,
+            restarts=again.most,
+        )
         self.farewell = _LAST_WORDS
         self.stopped: int | None = None  # by which signal
         self._hosts, self._transport = hosts, transport
@@ -247,7 +320,8 @@ class _Hub(Hub):
         self._take_error(node, child.stderr)
         said = self._errors[node].decode(errors="replace").strip() or f"it ended with code {code}"
         self._end_all(
-            MachineError(
+            HostError(
+                host,
                 f"no launcher could be started on {host.name}: {said}",
                 do=f"see that it can be reached without a password, that {os.getcwd()} and {sys.executable} are "
                 "there too, with the same packages",
@@ -256,7 +330,8 @@ class _Hub(Hub):
 
     def _lost_early(self, member: Member, what: str) -> None:
         self._drop(member)
-        self._end_all(MachineError(f"{member.about.host} was lost before the run began: {what}", do="see what it said"))
+        host = self._hosts[member.about.node]
+        self._end_all(HostError(host, f"{host.name} was lost before the run began: {what}", do="see what it said"))
 
     def _missing(self) -> str:
         return ", ".join(host.name for node, (host, _) in enumerate(self._children) if node not in self._members)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -16,9 +15,10 @@ from evenstep.environment import Settings
 from evenstep.errors import EvenstepError, UsageError
 from evenstep.launch.copies import look, written
 from evenstep.launch.gate import Line
-from evenstep.launch.local import Outcome, Say, Script, part_of, run_part
+from evenstep.launch.local import Outcome, Say, Script, Tell, part_of, run_part
 from evenstep.launch.nodes import About, Calling, Gate, Hub, Link, Nodes, Spoke, Start, tell_node_0
 from evenstep.launch.port import reserve_port
+from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.sameness import same_on_all
 from evenstep.launch.undo import take_back
 from evenstep.record.checkpoints import Checkpoints
@@ -40,54 +40,121 @@ def run_on_nodes(
     *,
     show: str,
     say: Say,
-) -> tuple[Outcome, RunPaths]:
-    """Find the other hosts, run this one's part, and end together. As `run_part`, whose errors it raises; UsageError
-    and MachineError for what keeps the hosts from beginning are raised on every one of them."""
+    restarts: int,
+    tell: Tell,
+) -> int:
+    """Find the other hosts, run this one's part, and end together; after a fault again, as node 0 decides.
+
+    Errors as of `run_part`; UsageError and MachineError for what keeps the hosts from beginning are raised on every one
+    of them. `tell` is told how each start ended; what it returns for the last is returned.
+    """
     if not nodes.token and nodes.count > 1 and nodes.rank == 0:
         say("EVENSTEP_TOKEN is not set: whoever reaches this port can join. Set it to one secret on every node")
-    host = socket.gethostname()
-    same = same_on_all(script)
+    this = _ThisNode(nodes, script, processes, settings, make_paths, show, say, Restarts(restarts))
     with ExitStack() as stack:
-        link: Link
-        calling = Calling(nodes, say)
-        found: tuple[RunPaths, tuple[Path, ...]] | None = None
+        gate: Gate | None = None
         if nodes.rank == 0:
             try:
                 gate = Gate(nodes.address, nodes.port, nodes.token, say, nodes.patience)
             except UsageError:
-                tell_node_0(nodes, host)  # if this is not node 0's host, that one waits for the others
+                tell_node_0(nodes, this.host)  # if this is not node 0's host, that one waits for the others
                 raise
-            found = make_paths(None)
-            port, keeper = reserve_port()
-            stack.enter_context(keeper)
-            about = About(host, processes, same, 0, nodes.count, nodes.address, port)
-            run = str(Path("runs") / found[0].root.name)
-            link = hub = Hub(nodes.count, about, host, say, secrets.token_hex(8), run, nodes.patience)
-            hub.open(gate)
-        else:
-            about = About(host, processes, same, nodes.rank, nodes.count)
-            link = Spoke(about, f"{nodes.address} (node 0)", say, calling)
-        stack.callback(link.close)
-        try:
-            start = _interruptible(link)
-        except EvenstepError:
-            if found is not None:
-                take_back(*found)
-            raise
-        if found is None:
-            found = make_paths(start.run)
-            link.interface = calling.interface
-        paths, made = found
-        outcome = run_part(
-            script,
-            paths,
-            part_of(start, processes, link),
-            replace(settings, run=str(paths.root)),
-            made=made,
-            show=show,
-            say=say,
+            stack.callback(gate.listener.close)
+        while True:
+            outcome = this.run_once(gate)
+            assert this.found is not None
+            verdict = outcome.verdict or Verdict(False)
+            code = tell(outcome, this.found[0], verdict)
+            if outcome.stopped_by is not None or not verdict.again:
+                return code
+
+
+class _ThisNode:
+    """This host, through all starts of a run."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        script: Script,
+        processes: int,
+        settings: Settings,
+        make_paths: MakePaths,
+        show: str,
+        say: Say,
+        restarts: Restarts,
+    ) -> None:
+        self.host = socket.gethostname()
+        self.found: tuple[RunPaths, tuple[Path, ...]] | None = None
+        self._nodes, self._script, self._processes, self._settings = nodes, script, processes, settings
+        self._make_paths, self._show, self._say, self._restarts = make_paths, show, say, restarts
+        self._same = same_on_all(script)
+        self._starts = 0
+        self._calling: Calling | None = None  # not of node 0
+
+    def run_once(self, gate: Gate | None) -> Outcome:
+        """One start. `gate`: of node 0."""
+        with ExitStack() as stack:
+            link = self._link(gate, stack)
+            stack.callback(link.close)
+            try:
+                start = _interruptible(link)
+            except EvenstepError:
+                if self.found is not None:
+                    take_back(*self.found)
+                raise
+            if self._calling is not None:
+                self.found = self._make_paths(start.run)
+                link.interface = self._calling.interface
+            assert self.found is not None
+            paths, made = self.found
+            outcome = run_part(
+                self._script,
+                paths,
+                part_of(start, self._processes, link),
+                replace(self._settings, run=str(paths.root)),
+                made=made,
+                show=self._show,
+                say=self._say,
+            )
+        self.found = paths, ()
+        self._starts += 1
+        return outcome
+
+    def _link(self, gate: Gate | None, stack: ExitStack) -> Link:
+        nodes = self._nodes
+        if gate is None:
+            about = About(self.host, self._processes, self._same, nodes.rank, nodes.count)
+            again = self._starts > 0
+            self._calling = Calling(nodes, self._say, again=again)
+            where = f"{nodes.address} (node 0)"
+            return Spoke(about, where, self._say, self._calling, self._without_hub, calls_again=again)
+        if self.found is None:
+            self.found = self._make_paths(None)
+        paths = self.found[0]
+        port, keeper = reserve_port()
+        stack.enter_context(keeper)
+        about = About(self.host, self._processes, self._same, 0, nodes.count, nodes.address, port)
+        hub = Hub(
+            nodes.count,
+            about,
+            self.host,
+            self._say,
+            str(Path("runs") / paths.root.name),
+            nodes.patience,
+            lambda fault: self._restarts.decide(paths, fault.step, lasting=fault.lasting),
+            least=nodes.least,
+            restart=self._restarts.done,
+            restarts=self._restarts.most,
         )
-    return outcome, paths
+        hub.open(gate)
+        return hub
+
+    def _without_hub(self) -> Verdict:
+        """Node 0 is lost, which would have decided."""
+        if self._restarts.most == 0:
+            return Verdict(False)
+        where = f"{self._nodes.address}:{self._nodes.port}"
+        return Verdict(True, f"waiting for node 0 to come back at {where}, for {self._nodes.patience:.0f} s at most")
 
 
 def run_for_hub(

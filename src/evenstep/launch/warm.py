@@ -154,6 +154,7 @@ def _about(script: str, as_module: bool) -> Job:
         first_rank=0,
         world_size=0,
         node=0,
+        place=0,
         nodes=1,
         backend=None,
         outputs=(),

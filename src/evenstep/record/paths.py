@@ -31,6 +31,10 @@ class RunPaths:
         """What happened in one step of the process of this rank, hashed, in the form of `events`."""
         return self.root / "trace" / f"rank-{rank}.jsonl"
 
+    def activity(self, rank: int) -> Path:
+        """What the process of this rank is doing now (see activity.py)."""
+        return self.root / "events" / f"rank-{rank}.now"
+
     @property
     def launcher_events(self) -> Path:
         """What the launcher of node 0 did, in the form of `events`."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from evenstep.errors import UsageError
+from evenstep.record.activity import Activity
 from evenstep.record.events import EventWriter
 from evenstep.record.metrics import MetricsWriter
 from evenstep.record.paths import RunPaths
@@ -21,6 +22,7 @@ class Journal:
 
     def __init__(self, paths: RunPaths, rank: int) -> None:
         self._rank = rank
+        self.activity = Activity(paths.activity(rank))
         self._events = EventWriter(paths.events(rank), rank, on_error=self.say)
         self._metrics = MetricsWriter(paths, on_error=self.say) if rank == 0 else None
         self._progress: Progress | None = None

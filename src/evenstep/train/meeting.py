@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from evenstep.errors import MismatchError, PeerFailed, UsageError
+from evenstep.record.activity import MEETING, Activity
 
 _HEADER = 32  # bytes: 16 of the call's hash, 8 of the payload's length, 1 the signal that asked to stop, 7 spare
 _DETAIL = 2048  # bytes of JSON that say what a process is at, sent only when calls differ
@@ -75,6 +76,7 @@ class Meeting:
     last: str = field(default="the start of the script", init=False)  # what was reached last, for messages
     closed: bool = field(default=False, init=False)
     asked_to_stop: int = field(default=0, init=False)  # the signal that this process got
+    activity: Activity | None = field(default=None, init=False)  # where it is told that this process waits
     _stop: int = field(default=0, init=False)
 
     @property
@@ -101,6 +103,9 @@ class Meeting:
         if self.group is None:
             return [payload]
         try:
+            if self.activity is not None:
+                with self.activity.during(MEETING):
+                    return self._exchange(kind, payload, signature, site)
             return self._exchange(kind, payload, signature, site)
         except RuntimeError as error:
             if isinstance(error, PeerFailed):

@@ -27,6 +27,7 @@ from evenstep.plan.lanes import Lanes, LaneSchedule, LaneStep, Plan
 from evenstep.plan.order import Natural, Order
 from evenstep.plan.schedule import Schedule, StepPlan
 from evenstep.plan.sizes import micro_batch_sizes
+from evenstep.record.activity import ENDING, EVALUATING, LOADING, SAVING
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.identity import read_identity, write_identity
 from evenstep.record.paths import RunPaths
@@ -87,6 +88,7 @@ class Run:
         self._checkpoints = Checkpoints(paths)
         self._saved = Saved(self._models, self._meeting, self._checkpoints)
         self._journal = Journal(paths, self.rank)
+        self._activity = self._meeting.activity = self._journal.activity
         self._steps: Steps | None = None
         self._data: Any = None
         self._agreed_epoch = -1  # the last one on whose order processes have agreed
@@ -323,7 +325,8 @@ class Run:
         self._refuse_changes()
         if self.rank == 0:
             self._checkpoints.clean_up()
-        about, damaged = self._saved.load_newest()
+        with self._activity.during(LOADING):
+            about, damaged = self._saved.load_newest()
         self._restored = True
         for line in damaged:
             self._journal.say(line + "; using the one before it")
@@ -384,7 +387,10 @@ class Run:
         `fn(*models, batch)` returns (sum over samples, weight), or a dict {name: (sum, weight)}; the result is a
         number, or a dict of numbers. Models are in eval mode, without gradients. They default to all prepared ones.
         """
-        return evaluate(data, fn, self._models.chosen(models), collate=collate, loaders=loaders, **self._evaluation())
+        with self._activity.during(EVALUATING):
+            return evaluate(
+                data, fn, self._models.chosen(models), collate=collate, loaders=loaders, **self._evaluation()
+            )
 
     def predict(
         self,
@@ -400,7 +406,10 @@ class Run:
         boxes that were found, say, of any number), or a dict or tuple of them. Tensors come back on the CPU. So
         metrics of torchmetrics or scikit-learn do not depend on the layout.
         """
-        return predict(data, fn, self._models.chosen(models), collate=collate, loaders=loaders, **self._evaluation())
+        with self._activity.during(EVALUATING):
+            return predict(
+                data, fn, self._models.chosen(models), collate=collate, loaders=loaders, **self._evaluation()
+            )
 
     def _evaluation(self) -> dict[str, Any]:
         return {
@@ -618,6 +627,7 @@ class Run:
 
     def _begin_step(self, plan: Plan, batches: Iterator[Any]) -> Step:
         self._epoch = plan.epoch
+        self._activity.begin_step(plan.number + 1)
         if self._stream is None:
             self._agree_on_order(plan.epoch)
         self._randomness.begin_step(plan.number)
@@ -631,6 +641,7 @@ class Run:
             self._meeting,
             self.device,
             self._precision,
+            self._activity,
             partial(self._choose_micro_batch, plan) if open_yet and isinstance(plan, StepPlan) else None,
         )
         self._open_step = plan, step
@@ -741,7 +752,8 @@ class Run:
             **self._precision.state(),
         }
         began = time.monotonic()
-        self._failure = self._saved.save(self._done, about, self._options.keep)
+        with self._activity.during(SAVING):
+            self._failure = self._saved.save(self._done, about, self._options.keep)
         seconds = round(time.monotonic() - began, 4)
         older = "the checkpoint before it is untouched" if self._checkpoint_at is not None else "there is no older one"
         self._checkpoint_at = self._done
@@ -771,6 +783,7 @@ class Run:
         self._optimizers.end()
         self._stopping.end()
         self._finished = True
+        self._activity.now(ENDING)
         assert self._steps is not None
         self._journal.end_progress()
         before = self._read_finished()

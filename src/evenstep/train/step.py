@@ -17,6 +17,7 @@ from evenstep.errors import EvenstepError, LossError, PeerFailed, UsageError
 from evenstep.plan.lanes import Plan
 from evenstep.plan.schedule import StepPlan
 from evenstep.plan.tree import tree_sum
+from evenstep.record.activity import COMPUTING, READING, Activity
 from evenstep.train.batch import split_batch, to_device
 from evenstep.train.casts import no_cast_cache
 from evenstep.train.compiling import any_compiled, naming_shapes, uncompiled
@@ -78,6 +79,7 @@ class Step:
         meeting: Meeting,
         device: torch.device,
         precision: Precision,
+        activity: Activity,
         choose: Choose | None,
     ) -> None:
         """`choose`: the micro-batch is chosen at the first call of backward."""
@@ -89,6 +91,7 @@ class Step:
         self._read: list[Any] = []
         self._models, self._layout, self._randomness = models, layout, randomness
         self._meeting, self._device, self._precision = meeting, device, precision
+        self._activity = activity
         self._calls = 0
         self._choose = choose
         self.trace: Trace | None = None  # of this step, where it is asked for
@@ -162,6 +165,10 @@ class Step:
 
     def _do(self, work: Callable[[], Work], models: Sequence[nn.Module]) -> Result:
         """Does the work of one call, again where it overflows."""
+        with self._activity.during(COMPUTING):
+            return self._done(work, models)
+
+    def _done(self, work: Callable[[], Work], models: Sequence[nn.Module]) -> Result:
         if self.gradients is not None:
             self.gradients.check()
         scaler = self._precision.scaler
@@ -245,7 +252,8 @@ class Step:
     def _read_to(self, count: int) -> None:
         """Read the first `count` micro-batches of this process, as far as they have not been."""
         while len(self._read) < count:
-            self._read.append(next(self._source))
+            with self._activity.during(READING):
+                self._read.append(next(self._source))
 
     def _close(self) -> None:
         """What the loop's body did not read is read now: the next step's micro-batches come after it."""

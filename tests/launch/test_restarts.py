@@ -1,0 +1,174 @@
+"""`--restarts`: a run that fails is started again by itself, and ends as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evenstep.record.events import read_events
+from tests.hosts import Command, Hosts, hosts, needs_hosts
+from tests.launch.launching import command, evenstep, eventually, write_script
+
+SCRIPT = """
+    import os, sys, time, torch, evenstep
+    from torch.nn.functional import mse_loss
+    from torch.utils.data import TensorDataset
+    run = evenstep.start(global_batch=8, micro_batch=1, seed=1, checkpoint_every=3)
+    model = run.prepare(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    steps = run.steps(TensorDataset(torch.ones(40, 4), torch.ones(40, 1)), epochs=4)
+    run.restore(model=model, optimizer=optimizer)
+    kills = os.environ.get("KILLS", "").split(",")  # in which step, by start
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    for step in steps:
+        step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
+        if start < len(kills) and kills[start] == str(step.number + 1) and run.rank == run.world_size - 1:
+            os.kill(os.getpid(), 9)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(float(os.environ.get("PAUSE", "0")))
+"""
+
+
+def fingerprint(out: str) -> str:
+    last = out.splitlines()[-1]
+    assert last.startswith("fingerprint: ")
+    return last
+
+
+def test_it_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    words = ("run", "--processes", 2, "--restarts", 2)
+    whole = evenstep(tmp_path, *words, "--run", "whole", "script.py")
+    killed = evenstep(tmp_path, *words, "--run", "killed", "script.py", env={"KILLS": "2,8"})
+    assert (whole.code, killed.code) == (0, 0), killed
+    assert fingerprint(killed.out) == fingerprint(whole.out)
+    assert "rank 1 was killed by SIGKILL" in killed.err
+    assert "rank 1 was in step 2, in the script's own code" in killed.err
+    assert "starting again (1 of 2), from the beginning (there is no checkpoint)" in killed.err
+    assert f"starting again (2 of 2), from step 6 ({tmp_path}/killed/checkpoints/step-0000000006)" in killed.err
+
+
+@pytest.mark.parametrize(
+    ("restarts", "kills", "starts", "said"),
+    [
+        (5, "2,8,8,9", 3, "it failed in step 8 as it did before: not started again"),
+        (1, "2,8,9", 2, "it was started again once, as --restarts allows: no more"),
+    ],
+)
+def test_it_gives_up(tmp_path: Path, restarts: int, kills: str, starts: int, said: str) -> None:
+    write_script(tmp_path, SCRIPT)
+    result = evenstep(tmp_path, "run", "--restarts", restarts, "--run", "r", "script.py", env={"KILLS": kills})
+    assert result.code == 1
+    assert said in result.err
+    assert f"to go on from step 6: evenstep run --restarts {restarts} --run r script.py" in result.err
+    assert (
+        sum(event["kind"] == "launch" for event in read_events(tmp_path / "r" / "events" / "launcher.jsonl")) == starts
+    )
+
+
+def test_wrong_usage_is_not_tried_again(tmp_path: Path) -> None:
+    write_script(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()\n")
+    result = evenstep(tmp_path, "run", "--restarts", 3, "script.py", "--nonsense")
+    assert "starting again" not in result.err
+    write_script(tmp_path, "import evenstep\nevenstep.start(global_batch=0)\n")
+    result = evenstep(tmp_path, "run", "--restarts", 3, "script.py")
+    assert (result.code, "starting again" in result.err) == (2, False), result
+
+
+def test_a_plain_script_is_told_as_by_torchrun(tmp_path: Path) -> None:
+    write_script(
+        tmp_path,
+        """
+        import os, sys
+        print(os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"], flush=True)
+        sys.exit(0 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "2" else 5)
+        """,
+    )
+    result = evenstep(tmp_path, "run", "--max-restarts", 3, "script.py")
+    assert (result.code, result.out) == (0, "0 3\n1 3\n2 3\n"), result
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Hosts]:
+    needs_hosts()
+    with hosts(2) as made:
+        yield made
+
+
+def start(made: Hosts, folder: Path, node: int, nodes: object, restarts: int) -> Command:
+    return made.start(
+        node + 1, *command("run"), "--nodes", nodes, "--node-rank", node, "--master-addr", made.address(1),
+        "--master-port", 1234, "--restarts", restarts, "--run", f"run{node}", "script.py", folder=folder,
+        env={"EVENSTEP_TOKEN": "a secret", "PAUSE": "0.2"},
+    )  # fmt: skip
+
+
+def launches(folder: Path, node: int) -> int:
+    """How often processes were started on a node."""
+    path = folder / f"run{node}" / "events" / ("launcher.jsonl" if node == 0 else f"launcher-{node}.jsonl")
+    return sum(event["kind"] == "started" for event in read_events(path)) if path.exists() else 0
+
+
+def steps_since_start(folder: Path) -> int:
+    """Steps that rank 0 has done since it was last started."""
+    path = folder / "run0" / "events" / "rank-0.jsonl"
+    kinds = [event["kind"] for event in read_events(path)] if path.exists() else []
+    return kinds[::-1].index("prepare") if "prepare" in kinds else 0
+
+
+def kill_launcher(made: Hosts, host: int) -> None:
+    os.kill(made.find(host, "evenstep run", "--node-rank")[-1], signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_two_nodes_by_hand(two: Hosts, tmp_path: Path) -> None:
+    """A process, the launcher of node 1 and that of node 0 are killed; who is killed is started again by somebody."""
+    write_script(tmp_path, SCRIPT)
+    whole = evenstep(tmp_path, "run", "--run", "whole", "script.py")
+    first, second = (start(two, tmp_path, node, 2, 5) for node in (0, 1))
+    assert eventually(lambda: launches(tmp_path, 1) == 1 and steps_since_start(tmp_path) > 3)
+    os.kill(two.find(2, "python script.py")[0], signal.SIGKILL)
+    assert eventually(lambda: launches(tmp_path, 1) == 2 and steps_since_start(tmp_path) > 3)
+    kill_launcher(two, 2)
+    lost = second.wait()
+    assert lost.code != 0
+    second = start(two, tmp_path, 1, 2, 5)
+    assert eventually(lambda: launches(tmp_path, 1) == 3 and steps_since_start(tmp_path) > 3)
+    kill_launcher(two, 1)
+    gone = first.wait()
+    first = start(two, tmp_path, 0, 2, 5)
+    done, other = first.wait(), second.wait()
+    assert (done.code, other.code) == (0, 0), (gone, done, other)
+    assert fingerprint(done.out) == fingerprint(whole.out)
+    assert "starting again (1 of 5), from step 3" in gone.err
+    assert "again on 2 hosts with 2 processes: host1 (1), host2 (1)" in gone.err
+    assert "host2 (node 1): its launcher has ended" in gone.err
+    assert "starting again (1 of 5), from step 3" in lost.err
+    assert "its launcher has ended" in other.err
+    assert "waiting for node 0 to come back" in other.err
+    assert two.pids(1) == two.pids(2) == []
+
+
+@pytest.mark.slow
+def test_it_goes_on_with_the_hosts_that_are_left(two: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    whole = evenstep(tmp_path, "run", "--run", "whole", "script.py")
+    first, second = (start(two, tmp_path, node, "1:2", 1) for node in (0, 1))
+    try:
+        assert eventually(lambda: launches(tmp_path, 1) == 1 and steps_since_start(tmp_path) > 3)
+        two.power_off(2)
+        done = first.wait()
+        second.wait()
+    finally:
+        two.join(2)
+    assert done.code == 0, done
+    assert fingerprint(done.out) == fingerprint(whole.out)
+    assert "host2 (node 1): nothing was heard from it for 4 s" in done.err
+    assert "rank 1 was in step" in done.err
+    assert "going on without node 1 of 2: 1 are enough" in done.err
+    assert "again on 1 hosts with 1 processes: host1 (1)" in done.err
