@@ -24,7 +24,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., object])
 _HERE = "evenstep.kubernetes"  # in the context's meta
 # Options of run that the manifests say in their own way, and those that make no sense in a cluster.
 _SAID = {"nodes", "processes", "run_directory", "master_port", "dry_run"}
-_ELSEWHERE = {"node_rank", "master_addr", "hosts", "hostfile", "standalone"}
+_ELSEWHERE = {"node_rank", "master_addr", "hosts", "hostfile", "min_hosts", "standalone"}
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
@@ -117,7 +117,7 @@ def _asked(ctx: click.Context, given: dict[str, Any]) -> Asked:
         options=tuple(given_options(ctx, without=_SAID)),
         script=script,
         arguments=params["arguments"],
-        nodes=params["nodes"] or 1,
+        nodes=_nodes(params["nodes"]),
         processes=params["processes"] or max(1, gpus),
         gpus=gpus,
         port=params["master_port"] or 29500,
@@ -130,6 +130,16 @@ def _asked(ctx: click.Context, given: dict[str, Any]) -> Asked:
         secret=given["secret"],
         grace=given["grace"],
     )
+
+
+def _nodes(asked: tuple[int, int] | None) -> int:
+    least, most = asked or (1, 1)
+    if least != most:
+        raise UsageError(
+            f"--nodes {least}:{most} goes without --kubernetes, which starts pods that end anew",
+            do=f"give one number, as --nodes {most}, and --restarts",
+        )
+    return most
 
 
 def _text(script: str, as_module: bool) -> str:
