@@ -72,7 +72,7 @@ def test_help_names_what_run_takes(tmp_path: Path) -> None:
         (["run", "--backend", "carrier-pigeon", "a.py"], ["carrier-pigeon", "gloo"]),
         (["run", "--no-such-option", "a.py"], ["--no-such-option"]),
         (["run", "--nnodes=2", "a.py"], ["--nodes 2 needs --node-rank, --master-addr, --master-port", "what to do"]),
-        (["run", "--nnodes", "1:4", "a.py"], ["'1:4' is no number of hosts"]),
+        (["run", "--nnodes", "4:1", "a.py"], ["'4:1' is no number of hosts"]),
         (["run", "--node_rank=1", "a.py"], ["--nodes was not given", "--nodes 2"]),
         (["run", "--nodes", "1", "--node-rank", "1", "a.py"], ["--nodes is 1", "--nodes 2"]),
         (["run", "--rdzv_endpoint=h:1", "a.py"], ["--rdzv-endpoint is not needed", "--master-addr"]),

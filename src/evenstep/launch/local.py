@@ -539,7 +539,11 @@ def _environment(settings: Settings, part: Part) -> Mapping[str, str]:
     elif part.world_size > 1:
         # As torchrun does: else every process would take all cores.
         environment.setdefault("OMP_NUM_THREADS", "1")
-    if part.link is not None and part.link.interface:
+    if part.link is None and part.world_size > 1:  # no other host is to reach gloo
+        name = interface_of("127.0.0.1")
+        if name is not None:
+            environment.setdefault("GLOO_SOCKET_IFNAME", name)
+    elif part.link is not None and part.link.interface:
         name = interface_of(part.link.interface)
         if name is not None:  # that on which the hosts found each other; the user's own choice wins
             environment.setdefault("GLOO_SOCKET_IFNAME", name)

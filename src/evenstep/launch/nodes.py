@@ -333,7 +333,7 @@ class Hub(Link):
             self._turn(0.2)
             self._sweep_gate()
             for member in list(self._members.values()):
-                member.line.send(beat=True)
+                member.line.send(**self._beat())
                 if time.monotonic() - member.line.heard > SILENCE:
                     self._lost_early(member, _SILENT)
         self._give_places()

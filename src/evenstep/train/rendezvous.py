@@ -1,4 +1,7 @@
-"""Where processes that were told no address and port meet: those that srun or mpirun started."""
+"""Where the processes of a run meet: at the address they were told, or, under srun and mpirun, where they find it.
+
+torch's store has no authentication, so it listens on the address that is needed, not on all of its host's.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
+from ipaddress import ip_address
+from itertools import count
 from pathlib import Path
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from evenstep.environment import World
 from evenstep.errors import MachineError, UsageError
@@ -24,10 +30,29 @@ from evenstep.mpi import from_rank_0
 _SECONDS = 120.0  # how long rank 0 is looked for
 _CONNECT = 2.0  # seconds for an address to answer
 _ANSWER = timedelta(seconds=5)  # for what listens there to say whose store it is
+_PATIENCE = timedelta(minutes=30)  # torch's own, for processes that start late
 _PORTS = range(20000, 30000)  # below those that Linux gives to connections
 _TRIES = 16
 _JOB = "evenstep/job"
 _REACHED = "evenstep/reached"
+
+
+def meet_at(world: World, address: str, port: int) -> Store:
+    """The store at the address and port that all processes were told. RuntimeError where it cannot be reached.
+
+    A process that starts a run after another finds the same store, and nothing of the first in it.
+    """
+    return PrefixStore(f"evenstep/run-{next(_runs)}", _store_at(world, address, port))
+
+
+_runs = count()
+
+
+@cache
+def _store_at(world: World, address: str, port: int) -> TCPStore:
+    if world.rank != 0:
+        return TCPStore(address, port, world.world_size, is_master=False, timeout=_PATIENCE)
+    return _serve(world, port, address)
 
 
 def meet(world: World) -> Store:
@@ -58,7 +83,7 @@ def _on_one_host(world: World) -> Store:
         raise MachineError(f"{folder} belongs to another user", do="set TMPDIR to a folder of your own")
     place = folder / "port"
     if world.rank == 0:
-        store = _serve(world, 0)
+        store = _serve(world, 0, "127.0.0.1")
         aside = folder / f"port.{os.getpid()}"
         aside.write_text(str(store.port))
         os.replace(aside, place)
@@ -97,7 +122,7 @@ def _by_mpi(world: World) -> Store:
     job = f"mpi-{secrets.token_hex(8)}"
 
     def say() -> bytes:
-        served.append(_serve(world, world.master_port or 0))
+        served.append(_serve(world, world.master_port or 0, None))
         own = [address for address in interfaces().values() if not address.startswith("127.")]
         names = [world.master_addr] if world.master_addr else [socket.gethostname(), *own]
         return json.dumps({"names": names, "port": served[0].port, "job": job}).encode()
@@ -112,7 +137,7 @@ def _by_mpi(world: World) -> Store:
 def _rank_0(world: World, ports: Sequence[int], job: str) -> Store:
     for port in ports:
         with suppress(RuntimeError):  # taken, by another job's rank 0 perhaps
-            store = _serve(world, port)
+            store = _serve(world, port, None)
             store.set(_JOB, job)
             return _on_interface(store, None)
     raise MachineError(
@@ -121,8 +146,40 @@ def _rank_0(world: World, ports: Sequence[int], job: str) -> Store:
     )
 
 
-def _serve(world: World, port: int) -> TCPStore:
-    return TCPStore("127.0.0.1", port, world.world_size, is_master=True, wait_for_workers=False)
+def _serve(world: World, port: int, address: str | None) -> TCPStore:
+    """Rank 0's store. `address` None: on all of the host's, where the others' way here is not known beforehand."""
+    listener = None if address is None else _listen(address, port, several=world.world_size > world.local_world_size)
+    return TCPStore(
+        address or "127.0.0.1",
+        port if listener is None else listener.getsockname()[1],
+        world.world_size,
+        is_master=True,
+        timeout=_PATIENCE,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _listen(address: str, port: int, *, several: bool) -> socket.socket | None:
+    """A socket that listens there; None where torch itself is to open one, on all addresses.
+
+    That is where the name of a run of `several` hosts means the loopback interface on its own host.
+    """
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if several and ip_address(place[0]).is_loopback:
+            return None
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(1024)
+    except OSError:  # it is a forwarded address
+        listener.close()
+        return None
+    return listener
 
 
 def _find(world: World, names: Sequence[str], ports: Sequence[int], job: str) -> Store:

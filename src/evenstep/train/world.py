@@ -15,7 +15,7 @@ from evenstep.environment import TORCH_RANGE, World
 from evenstep.errors import MachineError, UsageError
 from evenstep.record.identity import Scalar
 from evenstep.train.meeting import Meeting, by_value, ranks_text
-from evenstep.train.rendezvous import meet
+from evenstep.train.rendezvous import meet, meet_at
 
 BACKENDS = ("auto", "gloo", "nccl", "mpi", "ucc")
 
@@ -103,8 +103,11 @@ def connect(world: World, backend: str, device: torch.device) -> Ground:
         try:
             if world.master_addr is None or world.master_port is None:
                 dist.init_process_group(whole, store=meet(world), rank=world.rank, world_size=world.world_size)
-            else:
+            elif world.launcher == "torchrun":  # its agent may have a store there
                 dist.init_process_group(whole, init_method="env://", rank=world.rank, world_size=world.world_size)
+            else:
+                store = meet_at(world, world.master_addr, world.master_port)
+                dist.init_process_group(whole, store=store, rank=world.rank, world_size=world.world_size)
         except (RuntimeError, OSError) as error:
             raise MachineError(
                 f"rank {world.rank} of {world.world_size} could not join the others "
