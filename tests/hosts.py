@@ -77,13 +77,15 @@ class Hosts:
         ]  # fmt: skip
         return ["ip", "netns", "exec", self.namespace(host), *inside]
 
-    def start(self, host: int, *words: object, folder: Path, env: Mapping[str, str] | None = None) -> Command:
-        """Start a command on the host."""
+    def start(
+        self, host: int, *words: object, folder: Path, env: Mapping[str, str] | None = None, stdin: bool = False
+    ) -> Command:
+        """Start a command on the host. `stdin`: it is to be told things."""
         popen = subprocess.Popen(
             self.words(host, *words),
             cwd=folder,
             env=clean_environ(env),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -159,7 +159,10 @@ def call(address: str, port: int, token: str, seconds: float) -> socket.socket:
             raise StrangerError("what listens there is not a launcher of this evenstep")
         theirs, nonce = said[len(MAGIC) :], secrets.token_bytes(_NONCE)
         sock.sendall(nonce + _proof(token, b"join", theirs, nonce))
-        answer = _exactly(sock, _PROOF, "it refused the token (EVENSTEP_TOKEN must be the same on every node)")
+        try:
+            answer = _exactly(sock, _PROOF)
+        except SilentError as error:
+            raise StrangerError("it refused the token (EVENSTEP_TOKEN must be the same on every node)") from error
         if not hmac.compare_digest(answer, _proof(token, b"welcome", nonce, theirs)):
             raise StrangerError("it does not know the token of this run")
         return sock
@@ -168,7 +171,7 @@ def call(address: str, port: int, token: str, seconds: float) -> socket.socket:
         raise
 
 
-def _exactly(sock: socket.socket, count: int, where: str = "what listens there is not a launcher of evenstep") -> bytes:
+def _exactly(sock: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
         try:
@@ -178,7 +181,8 @@ def _exactly(sock: socket.socket, count: int, where: str = "what listens there i
         except ConnectionResetError:
             piece = b""
         if not piece:
-            raise StrangerError(where) if data else SilentError(where)
+            kind = StrangerError if data else SilentError
+            raise kind("what listens there is not a launcher of evenstep")
         data += piece
     return data
 
