@@ -43,14 +43,16 @@ class Activity:
     """This process's word. A disk that does not take the file costs the word, not the training."""
 
     def __init__(self, path: Path) -> None:
-        self._word = memoryview(bytearray(_SIZE)).cast("q")
+        self._word = _nowhere()
+        self._map: mmap.mmap | None = None
         self._step = self._phase = 0
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 os.pwrite(descriptor, bytes(_SIZE), 0)  # so that the disk has room for it from the start
-                self._word = memoryview(mmap.mmap(descriptor, _SIZE)).cast("q")
+                self._map = mmap.mmap(descriptor, _SIZE)
+                self._word = memoryview(self._map).cast("q")
             finally:
                 os.close(descriptor)
 
@@ -64,6 +66,13 @@ class Activity:
         self._phase = _NUMBERS[phase]
         self._word[0] = self._step << 8 | self._phase
 
+    def close(self) -> None:
+        """Leave the file as it is."""
+        self._word.release()
+        self._word = _nowhere()
+        if self._map is not None:
+            self._map.close()
+
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """It is in `phase` inside, and afterwards, if nothing is raised, in what it was before."""
@@ -71,6 +80,10 @@ class Activity:
         self.now(phase)
         yield
         self.now(_PHASES[before])
+
+
+def _nowhere() -> memoryview[int]:
+    return memoryview(bytearray(_SIZE)).cast("q")
 
 
 def read_activity(path: Path) -> Doing | None:

@@ -97,3 +97,4 @@ class Journal:
         if self._metrics is not None:
             self._metrics.close()
         self._events.close()
+        self.activity.close()
