@@ -117,7 +117,7 @@ def _asked(ctx: click.Context, given: dict[str, Any]) -> Asked:
         options=tuple(given_options(ctx, without=_SAID)),
         script=script,
         arguments=params["arguments"],
-        nodes=_nodes(params["nodes"]),
+        nodes=preflight.one_number(params["nodes"], "--kubernetes"),
         processes=params["processes"] or max(1, gpus),
         gpus=gpus,
         port=params["master_port"] or 29500,
@@ -130,16 +130,6 @@ def _asked(ctx: click.Context, given: dict[str, Any]) -> Asked:
         secret=given["secret"],
         grace=given["grace"],
     )
-
-
-def _nodes(asked: tuple[int, int] | None) -> int:
-    least, most = asked or (1, 1)
-    if least != most:
-        raise UsageError(
-            f"--nodes {least}:{most} goes without --kubernetes, which starts pods that end anew",
-            do=f"give one number, as --nodes {most}, and --restarts",
-        )
-    return most
 
 
 def _text(script: str, as_module: bool) -> str:

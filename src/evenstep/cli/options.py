@@ -271,7 +271,7 @@ def read_launch(options: Mapping[str, Any], script: str, arguments: Sequence[str
         options["join_timeout"],
         options["output"],
         options["restarts"],
-        preflight.least_hosts(options["min_hosts"], there),
+        preflight.least_hosts(options["min_hosts"], options["nodes"], there),
     )
 
 

@@ -72,7 +72,7 @@ def nodes_of_mpirun(patience: float) -> Nodes | None:
         return json.dumps(place).encode()
 
     address, port, token = json.loads(from_rank_0(say, world.rank, world.world_size))
-    return Nodes(world.world_size, world.rank, address, port, token, patience)
+    return Nodes(world.world_size, world.rank, address, port, token, patience, world.world_size)
 
 
 def _outer_world() -> World:
@@ -187,15 +187,23 @@ def nodes(
     return Nodes(count, rank, address, port, os.environ.get(TOKEN, ""), patience, least or count)
 
 
-def least_hosts(asked: int | None, hosts: list[Host] | None) -> int:
-    """How many of the named hosts are enough: all, if nothing was said."""
+def one_number(asked: tuple[int, int] | None, where: str) -> int:
+    """How many nodes, where it must be one number."""
+    least, most = asked or (1, 1)
+    if least != most:
+        raise UsageError(f"--nodes {least}:{most} goes without {where}", do=f"give one number, as --nodes {most}")
+    return most
+
+
+def least_hosts(asked: int | None, nodes: tuple[int, int] | None, hosts: list[Host] | None) -> int:
+    """How many of the hosts are enough: as --min-hosts or, in an allocation, --nodes MIN:MAX says; else all."""
     count = len(hosts or [])
     if asked is None:
-        return count
+        return min(count, nodes[0]) if nodes else count
     if hosts is None:
         raise UsageError("--min-hosts goes with --hosts or --hostfile", do="with --nodes write --nodes MIN:MAX")
     if asked > count:
-        raise UsageError(f"--min-hosts {asked}, but {count} hosts are named", do=f"give a number from 1 to {count}")
+        raise UsageError(f"--min-hosts {asked}, but there are {count} hosts", do=f"give a number from 1 to {count}")
     return asked
 
 
@@ -218,18 +226,19 @@ def hosts(
     return found
 
 
-def allocated_hosts(nodes: int | None, processes: int | str | None) -> list[Host] | None:
+def allocated_hosts(nodes: tuple[int, int] | None, processes: int | str | None) -> list[Host] | None:
     """The nodes of the Slurm allocation that this is in, or as many of them as were asked for; None: it is in none."""
     found = allocation(os.environ)
     if found is None:
         return None
-    if nodes is not None and nodes > len(found):
+    least, most = nodes or (1, None)
+    if least > len(found):
         raise UsageError(
-            f"--nodes {nodes}, and the Slurm allocation has {len(found)}: {', '.join(host.name for host in found)}",
+            f"--nodes {least}, and the Slurm allocation has {len(found)}: {', '.join(host.name for host in found)}",
             do="leave --nodes out, or ask Slurm for more",
         )
     asked = processes if isinstance(processes, int) else None
-    return [Host(host.name, asked or host.processes) for host in found[:nodes]]
+    return [Host(host.name, asked or host.processes) for host in found[:most]]
 
 
 def _scripts(folder: Path) -> list[Path]:

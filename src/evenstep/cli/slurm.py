@@ -127,7 +127,7 @@ def _script(ctx: click.Context, paths: RunPaths) -> str:
     params, given = ctx.params, ctx.meta[_HERE]
     asked: dict[str, str | None] = {
         "job-name": Path(params["script"]).stem or "evenstep",
-        "nodes": str(params["nodes"] or 1),
+        "nodes": str(preflight.one_number(params["nodes"], "--slurm")),
         "ntasks-per-node": str(params["processes"]) if isinstance(params["processes"], int) else None,
         "time": given["time"],
         "partition": given["partition"],
