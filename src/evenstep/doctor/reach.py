@@ -46,12 +46,17 @@ def started(hosts: Sequence[Named], transport: Transport, told: Mapping[str, Any
             reached[host.name] = Distant(line, _why_gone(child, errors))
             line.send(**about)
         yield reached
+    except BaseException:
+        for child in children:
+            child.kill()
+        raise
     finally:
         for distant in reached.values():
             distant.close()
+        until = time.monotonic() + _LEAVE
         for child in children:
             try:
-                child.wait(timeout=_LEAVE)
+                child.wait(timeout=max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()

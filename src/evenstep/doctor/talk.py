@@ -81,7 +81,7 @@ def answer_all(line: Line, host: Examined) -> Message:
         while True:
             question = _next(line, _PATIENCE)
             if question is None:
-                raise MachineError("the one that asked has gone", do="see what it said")
+                raise MachineError("node 0 has gone, or was not started as `evenstep doctor`", do="see what it said")
             if "leave" in question or "refused" in question:
                 return question
             line.send(**host.ask(0.0, **question))
