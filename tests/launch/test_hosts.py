@@ -154,8 +154,8 @@ def test_a_host_that_is_lost_before_the_beginning(three: SshHosts, tmp_path: Pat
 def under_way(three: SshHosts, folder: Path, run: Path | str = "run") -> Command:
     """A launch that has done some steps and written a checkpoint."""
     write(folder)
-    command = three.start("run", "--run", run, "--hosts", "host2,host3", "script.py", 1000, 0.02, folder=folder)
-    assert eventually(lambda: len(list((folder / run).glob("checkpoints/step-*"))) > 1)
+    command = three.start("run", "--run", run, "--hosts", "host2,host3", "script.py", 1000, 0.05, folder=folder)
+    assert eventually(lambda: len(list((folder / run).glob("checkpoints/step-*"))) > 0)
     return command
 
 
@@ -172,19 +172,18 @@ def test_a_run_directory_that_is_not_shared(three: SshHosts, tmp_path: Path) -> 
     assert not left(three)
     step = int(result.err.rpartition("to go on from step ")[2].partition(":")[0])
     assert (run / "checkpoints" / f"step-{step:010d}" / "manifest.json").exists()
-    assert [len(list(run.glob(f"logs/rank-{rank}.log"))) for rank in (0, 1, 2)] == [1, 1, 0]
-    # Another host in place of the first, which has nothing; this one trains too.
+    assert {path.name for path in run.glob("logs/*.log")} == {"rank-0.log", "rank-1.log"}
+    # A new host in place of the first, which has nothing; the other one is first now.
     three.on(2, f"rm -r {run}/*")
     epochs = step // 5 + 2
     alone = evenstep(tmp_path, "run", "--run", "alone", "script.py", epochs, 0)
     words = ("run", "--run", run, "--hosts")
-    done = three.start(*words, "host2,host3,host1", "script.py", epochs, 0, folder=tmp_path).wait()
+    done = three.start(*words, "host3,host2", "script.py", epochs, 0, folder=tmp_path).wait()
     assert done.code == 0, done
-    assert f"the checkpoint of step {step} goes to host2" in done.err
+    assert f"the checkpoint of step {step} goes to host3, host2" in done.err
     assert alone.out.splitlines()[-1] == done.out.splitlines()[-1]
     assert (run / "model.safetensors").read_bytes() == (tmp_path / "alone" / "model.safetensors").read_bytes()
     assert (run / "logs" / "rank-1.log").read_text().count("rank 1 got") == 2
-    assert (run / "logs" / "rank-2.log").exists()
     three.on(3, f"echo another > {run}/run-id")
     result = three.start(*words, "host1,host3", "script.py", 1, 0, folder=tmp_path).wait()
     assert (result.code, "host3 does not share the run directory" in result.err) == (2, True), result
