@@ -23,7 +23,7 @@ from tests.hosts import Hosts, hosts, why_no_hosts
 HERE = Path(__file__).resolve().parent
 LAUNCH_PROCESSES = 8
 LAUNCH_ROUNDS = 3
-HOST_PROCESSES = 2  # of each of two hosts
+HOST_PROCESSES = 4  # of each of two hosts
 LINK = 100  # Mbit/s between two hosts
 PATIENCE = 300.0  # seconds for a command on hosts
 
