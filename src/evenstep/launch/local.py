@@ -375,7 +375,7 @@ class _Launch:
         if self._job.processes == 1:
             environment = {**self._job.environment, LAUNCH: self._job.tag}
         try:
-            if self._warm is not None:
+            if self._warm is not None and self._warm.refusal() is None:
                 self._server = self._warm.start(job, events, sorted(outputs), self._job.held)
             else:
                 self._server = subprocess.Popen(

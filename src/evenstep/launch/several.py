@@ -21,6 +21,7 @@ from evenstep.launch.port import reserve_port
 from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.sameness import same_on_all
 from evenstep.launch.undo import take_back
+from evenstep.launch.warm import Warm
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
 from evenstep.record.publish import write_whole
@@ -94,6 +95,9 @@ class _ThisNode:
     def run_once(self, gate: Gate | None) -> Outcome:
         """One start. `gate`: of node 0."""
         with ExitStack() as stack:
+            warm: Warm | None = None
+            if self._processes > 1:  # it imports while the other hosts are waited for
+                warm = stack.enter_context(Warm(self._script.name, as_module=self._script.as_module, once=True))
             link = self._link(gate, stack)
             stack.callback(link.close)
             try:
@@ -115,6 +119,7 @@ class _ThisNode:
                 made=made,
                 show=self._show,
                 say=self._say,
+                warm=warm,
             )
         self.found = paths, ()
         self._starts += 1

@@ -35,8 +35,10 @@ class Server(Protocol):
 class Warm:
     """The process, from its start to `close`. It imports while the caller goes on; the first `start` waits for it."""
 
-    def __init__(self, script: str, *, as_module: bool, hash_seed: int | None = None) -> None:
-        """`hash_seed` is that of the script's processes (PYTHONHASHSEED), None: as in this process's environment."""
+    def __init__(self, script: str, *, as_module: bool, hash_seed: int | None = None, once: bool = False) -> None:
+        """`hash_seed` is that of the script's processes (PYTHONHASHSEED), None: as in this process's environment. With
+        `once` the first `start` closes it."""
+        self._once = once
         kinship.adopt_orphans()
         environment = {**os.environ, **fork_server.QUIET}
         if hash_seed is not None:
@@ -85,6 +87,8 @@ class Warm:
         if not answer:
             os.close(write)
             raise MachineError("the process that had imported what the script needs is gone", do="try again")
+        if self._once:
+            self.close()
         return _Forked(int(answer), os.fdopen(write, "wb", buffering=0))
 
     def _hello(self) -> dict[str, object]:

@@ -118,7 +118,7 @@ class Starter:
             made=(),
             show="none",
             say=lambda line: None,
-            warm=None if warm.refusal() else warm,
+            warm=warm,
             tick=None if tick is None else lambda: tick(paths),
         )
         _refuse_broken(outcome)
