@@ -1,0 +1,266 @@
+"""Files and Hugging Face data sets as streams: every record once, from any place on, and the same model."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.errors import DataError, UsageError
+from evenstep.plan.lanes import Lanes
+from evenstep.record.checkpoints import Checkpoints
+from evenstep.record.paths import RunPaths
+from evenstep.train.lane import Lane
+from evenstep.train.lane_reader import LaneReader, LaneSamples
+from tests.ranks import run_ranks
+from tests.train.scripts import adamw, fingerprints, training_run
+
+datasets.IterableDataset.from_generator(lambda: iter(()))  # once, before the forks: it imports much
+
+SIZES = [7, 12, 0, 9, 5]  # records of each file
+
+
+def numbers(file: int) -> range:
+    return range(100 * file, 100 * file + SIZES[file])
+
+
+def text(folder: Path) -> list[Path]:
+    for file in range(len(SIZES)):
+        (folder / f"{file}.txt").write_text("".join(f"{n}é\r\n" for n in numbers(file)), newline="")
+    return sorted(folder.glob("*.txt"))
+
+
+def jsonl(folder: Path) -> list[Path]:
+    for file in range(len(SIZES)):
+        lines = "".join(json.dumps({"n": n}) + "\n\n" for n in numbers(file)).rstrip("\n")
+        (folder / f"{file}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    return sorted(folder.glob("*.jsonl.gz"))
+
+
+def parquet(folder: Path) -> list[Path]:
+    for file in range(len(SIZES)):
+        table = pa.table({"n": pa.array(list(numbers(file)), pa.int64()), "more": pa.array([0.5] * SIZES[file])})
+        pq.write_table(table, folder / f"{file}.parquet", row_group_size=4)
+    return sorted(folder.glob("*.parquet"))
+
+
+def tar(folder: Path) -> list[Path]:
+    for file in range(len(SIZES)):
+        with tarfile.open(folder / f"{file}.tar", "w") as archive:
+            for n in numbers(file):
+                long = "x" * (120 if n % 3 == 0 else 0)  # some names need a header of their own
+                for suffix in ("cls", "seg.png"):
+                    member = tarfile.TarInfo(f"part/{long}{n}.{suffix}")
+                    member.size = len(str(n))
+                    archive.addfile(member, io.BytesIO(str(n).encode()))
+    return sorted(folder.glob("*.tar"))
+
+
+def number_of(record: Any) -> int:
+    if isinstance(record, str):
+        return int(record.removesuffix("é"))
+    if "__key__" in record:
+        assert set(record) == {"__key__", "cls", "seg.png"}
+        assert record["cls"] == record["seg.png"]
+        return int(record["cls"])
+    return int(record["n"])
+
+
+FORMATS: dict[str, Callable[[Path], list[Path]]] = {"text": text, "jsonl": jsonl, "parquet": parquet, "tar": tar}
+
+
+def lane_of(stream: evenstep.Stream, lane: int, lanes: int, start: int = 0, mark: Any = None) -> Lane:
+    return Lane(stream, lane, lanes, 0, seed=0, shuffle=True, start=start, mark=mark)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("lanes", [2, 5, 8])
+def test_each_record_is_in_one_lane_and_every_place_can_be_gone_on_from(kind: str, lanes: int, tmp_path: Path) -> None:
+    stream = evenstep.stream(FORMATS[kind](tmp_path), share=True, block=3, transform=number_of)
+    found: Counter[int] = Counter()
+    for number in range(lanes):
+        whole, marks = [], []
+        lane = lane_of(stream, number, lanes)
+        while lane.more():
+            whole += list(lane.take(1))
+            marks.append(lane.mark)
+        lane.close()
+        found.update(whole)
+        for start in range(1, len(whole)):
+            assert marks[start - 1] is not None
+            assert (marks[start - 1].state is not None) == (start > 3)
+            rest = lane_of(stream, number, lanes, start, marks[start - 1])
+            assert list(rest.take(100)) == whole[start:]
+            assert rest.again is not None
+            assert rest.again.records <= 7  # two blocks, and one to see whether there is more
+            rest.close()
+    assert sorted(found) == [n for file in range(len(SIZES)) for n in numbers(file)]
+    assert set(found.values()) == {1}
+
+
+def test_files_that_changed_are_named_and_so_are_torn_records(tmp_path: Path) -> None:
+    paths = jsonl(tmp_path)
+    stream = evenstep.stream(paths, block=3)
+    lane = lane_of(stream, 1, 5)
+    list(lane.take(5))
+    lane.close()
+    paths[1].write_bytes(gzip.compress(b'{"n": 1}\n' * 30))
+    with pytest.raises(DataError, match=r"lane 1 of the stream does not give the same samples again"):
+        lane_of(stream, 1, 5, 5, lane.mark)
+    paths[1].write_bytes(gzip.compress(b'{"n": 1}\n{"n": 2'))
+    with pytest.raises(ValueError, match=r"1.jsonl.gz, record 1: JSONDecodeError"):
+        list(lane_of(stream, 1, 5).take(9))
+
+
+def test_what_files_cannot_be_is_said(tmp_path: Path) -> None:
+    paths = text(tmp_path)
+    refused = {
+        "expected one format": [paths[0], "b.jsonl"],
+        "does not say what it holds": ["data.bin"],
+        "cannot be read: No such file": [tmp_path / "missing.txt"],
+        "no file is like": str(tmp_path / "*.tar"),
+        "is an empty list": [],
+        "expected a function make": 3,
+        "which does not say what one lane of it is": torch.utils.data.ChainDataset([]),
+    }
+    for words, source in refused.items():
+        with pytest.raises(UsageError, match=words):
+            evenstep.stream(source)
+    with pytest.raises(UsageError, match=r"format='csv', expected one of text, jsonl, parquet, tar"):
+        evenstep.stream(paths, format="csv")
+    with pytest.raises(UsageError, match=r"columns=.* is for parquet"):
+        evenstep.stream(paths, columns=["n"])
+    with pytest.raises(UsageError, match="share=True is for files"):
+        evenstep.stream(lambda lane, lanes, epoch: [], share=True)
+    assert evenstep.stream(str(tmp_path / "*.txt")).source.about() == evenstep.stream(paths).source.about()
+    with pytest.raises(UsageError) as caught:
+        evenstep.stream(paths).source.notes(8)
+    assert "the stream has 5 files for 8 lanes" in str(caught.value)
+    for way in ("write it as 8 files or more", "a larger micro_batch", "share=True", "read 2 times in all"):
+        assert way in str(caught.value)
+    (note,) = evenstep.stream(paths, share=True).source.notes(8)
+    assert note.startswith("5 files for 8 lanes: each is read by 2 lanes, some by 1")
+    (note,) = evenstep.stream(paths).source.notes(3)
+    assert note.startswith("5 files do not divide by 3 lanes: 2 lanes have one more")
+    assert evenstep.stream(paths).source.notes(5) == []
+
+
+def rows(shards: list[int]) -> Iterator[dict[str, Any]]:
+    for shard in shards:
+        for n in numbers(shard % len(SIZES)):
+            yield {"n": n + 1000 * (shard // len(SIZES)), "x": [n % 7 + 0.5, float(shard)]}
+
+
+def hugging_face(shards: int) -> Any:
+    return datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": list(range(shards))})
+
+
+def in_tensors(row: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    return torch.tensor(row["x"]) + 0.1 * torch.randn(2), row["n"]
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Any:
+    values, labels = batch
+    return (model(values).squeeze(1) - labels % 5).square().sum(), len(labels)
+
+
+def train(directory: Path, data: evenstep.Stream, stop: int | None = None, loaders: int = 0) -> tuple[list[str], int]:
+    with training_run(directory, global_batch=10, micro_batch=2, checkpoint_every=1) as run:
+        model = run.prepare(nn.Linear(2, 1))
+        optimizer = adamw(model.parameters())
+        steps = run.steps(data, epochs=2, loaders=loaders)
+        run.restore(model=model, optimizer=optimizer)
+        samples = 0
+        for step in steps:
+            if step.number == stop:
+                run._close(failed=True)
+                return [], samples
+            step.backward(loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+            samples += step.samples
+    return fingerprints(run), samples
+
+
+def shuffled(shards: int, share: bool, buffer: bool) -> evenstep.Stream:
+    data = hugging_face(shards)
+    if buffer:
+        data = data.shuffle(seed=1, buffer_size=4)
+    stream = evenstep.stream(data, share=share, block=2, transform=in_tensors)
+    (line,) = stream.source.notes(5) or [""]
+    assert ("the data set has a shuffle buffer" in line) == buffer
+    return stream
+
+
+@pytest.mark.parametrize(("shards", "share", "buffer"), [(10, False, False), (3, True, False), (10, False, True)])
+def test_a_hugging_face_stream_trains_one_model_through_kills(
+    shards: int, share: bool, buffer: bool, tmp_path: Path
+) -> None:
+    def body(directory: Path, stop: int | None = None, loaders: int = 0) -> tuple[list[str], int]:
+        return train(directory, shuffled(shards, share, buffer), stop, loaders)
+
+    ((alone, samples),) = run_ranks(body, 1, tmp_path / "1")
+    assert samples == 2 * sum(SIZES[shard % 5] for shard in range(shards))
+    run_ranks(body, 2, tmp_path / "2", 2)
+    marks = Checkpoints(RunPaths(tmp_path / "2")).about(2)["stream"]["marks"]
+    assert any(state is not None for _, _, state, _ in marks.values()) != buffer
+    if not buffer:
+        run_ranks(body, 3, tmp_path / "2", len(alone) - 2, 1)
+    for found, _ in run_ranks(body, 3 if buffer else 5, tmp_path / "2"):
+        assert found[-2:] == alone[-2:]
+
+
+def test_a_hugging_face_stream_with_fewer_shards_than_lanes_says_so() -> None:
+    def body() -> None:
+        with pytest.raises(UsageError, match="the stream has 3 shards for 5 lanes"):
+            evenstep.stream(hugging_face(3)).source.notes(5)
+
+    run_ranks(body, 1)
+
+
+def test_a_shuffle_without_a_seed_is_named(tmp_path: Path) -> None:
+    def body() -> str:
+        data = hugging_face(10).shuffle(buffer_size=20)
+        with pytest.raises(UsageError) as caught:
+            train(tmp_path, evenstep.stream(data, transform=in_tensors))
+        return caught.value.message
+
+    for message in run_ranks(body, 2):
+        assert message.endswith("the stream is not the same on all processes")
+
+
+def read_with_loaders() -> None:
+    lanes = Lanes(4, 1)
+    stream = evenstep.stream(hugging_face(10), block=2, transform=number_of)
+    found: Counter[int] = Counter()
+    samples = LaneSamples(stream, lanes, seed=0, shuffle=True, collate=list, marks={}, epoch=0, ended=[])
+    reader = LaneReader(samples, lanes, range(4), seed=0, rank=0, loaders=3, say=print)
+    for turn in range(100):
+        read = reader.read(0, turn)
+        for _, batch in read.values():
+            found.update(batch or [])
+        if not any(part.more for part, _ in read.values()):
+            break
+    first = reader.read(1, 0)  # asked for while the loader processes were ahead in epoch 0
+    assert [part.size for part, _ in first.values()] == [1] * 4
+    reader.close()
+    assert sum(found.values()) == 2 * sum(SIZES)
+    assert set(found.values()) == {1}
+
+
+def test_loader_processes_read_whole_lanes() -> None:
+    """A data set that looks at torch's worker would leave records out."""
+    run_ranks(read_with_loaders, 1)
