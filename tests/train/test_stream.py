@@ -378,3 +378,48 @@ def test_a_record_that_cannot_be_read_is_named_on_every_process(loaders: int, tm
     here, there = sorted(run_ranks(body, 2))
     assert here.startswith("DataError: sample 3 of lane 5 (epoch 0) could not be read: OSError: torn (on rank 1")
     assert "rank 1 could not read the batch of step 1: DataError: sample 3 of lane 5" in there
+
+
+# ---- evaluation
+
+
+def evaluated(**options: Any) -> tuple[Any, Any, Any]:
+    with training_run(Path("run"), **{**BATCH, **options}) as run:
+        model = run.prepare(plain())
+        optimizer = adamw(model.parameters())
+        steps = run.steps(STREAM, steps=2)
+        run.restore(model=model, optimizer=optimizer)
+        found: list[Any] = []
+        for step in steps:
+            step.backward(loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = run.evaluate(STREAM, lambda model, batch: {"loss": loss_fn(model, batch)}, loaders=step.number)
+            out = run.predict(STREAM, lambda model, batch: (model(batch[0]), batch[1]))
+            found.append((mean, out[0].flatten().tolist(), out[1].tolist()))
+
+        def fails(model: nn.Module, batch: Any) -> Any:
+            if (batch[1] == 605).any():
+                raise ValueError("sample 605")
+            return loss_fn(model, batch)
+
+        with pytest.raises((ValueError, PeerFailed, RuntimeError), match="605"):
+            run.evaluate(STREAM, fails)
+    assert [step[2] for step in found] == [[lane * 100 + k for lane, n in enumerate(LENGTHS) for k in range(n)]] * 2
+    return found[0][:2], found[1][:2], model.training
+
+
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [(3, {}), (1, {"thread_replicas": 2}), (2, {"shard": True}), (4, {"stages": 2})],
+    ids=str,
+)
+def test_evaluation_over_lanes_is_the_same_on_every_layout(
+    processes: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "alone").mkdir()
+    monkeypatch.chdir(tmp_path / "alone")
+    (expected,) = run_ranks(evaluated, 1)
+    monkeypatch.chdir(tmp_path)
+    for found in run_ranks(partial(evaluated, **options), processes, timeout=60):
+        assert found == expected

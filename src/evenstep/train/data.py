@@ -73,7 +73,7 @@ class Reader:
         self._rank, self._seed, self._pin = rank, seed, pin
         self._count, self._prefetch = loaders, prefetch
         self._loading: Loading | None = None
-        self._say = say or _say
+        self._say = say or say_on_stderr
         self._error: Exception | None = None  # what ended the reading
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
@@ -159,7 +159,7 @@ class Reader:
             self.close()
 
 
-def _say(line: str) -> None:
+def say_on_stderr(line: str) -> None:
     print(f"evenstep: {line}", file=sys.stderr, flush=True)
 
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from evenstep.errors import EvenstepError, MismatchError, PeerFailed, UsageError
 from evenstep.plan.grid import Grid
+from evenstep.plan.lanes import Lanes
 from evenstep.plan.order import Natural
 from evenstep.plan.schedule import Schedule
 from evenstep.plan.tree import Node, combine, subtrees, tree_sum
@@ -29,12 +30,14 @@ from evenstep.train.batch import to_device
 from evenstep.train.data import Reader, shares
 from evenstep.train.dataset import checked_dataset
 from evenstep.train.entries import packed, unpacked
+from evenstep.train.evaluate_stream import run_over_lanes, sums_of_lanes
 from evenstep.train.lockstep import Alone, Lockstep
 from evenstep.train.loss import evaluating
 from evenstep.train.meeting import Meeting, call_site
 from evenstep.train.randomness import Randomness, key
 from evenstep.train.samples import Collate, MicroBatch
 from evenstep.train.state import decode_tree, encode_tree
+from evenstep.train.stream import Stream
 
 Pair = tuple[float, float]
 Computing = Callable[[], AbstractContextManager[object]]
@@ -57,35 +60,38 @@ def evaluate(
     collate: Collate | None = None,
     loaders: int = 0,
     computing: Computing = nullcontext,
+    lanes: Lanes | None = None,
 ) -> float | dict[str, float]:
     """The mean of `fn` over `data`: a number, or {name: number}, equal on every process and layout.
 
     `fn(*models, batch)` returns (sum over the samples, weight), or {name: (sum, weight)}. Models are in eval mode
     without gradients; afterwards each module is in the mode that it was in. `fn` is called inside `computing()`.
+    `lanes`: into how many a stream is cut.
     """
-    checked_dataset(data)
-    schedule = _schedule(data, micro_batch)
-    count = schedule.step(0).micro_batches
-    passes = _Passes(meeting, grid or Grid(meeting.world_size), lockstep, models, "evaluate", fn, count)
-    mine = passes.grid.leaves(count, meeting.rank)
+    passes = _Passes(
+        "evaluate", data, fn, models, micro_batch, randomness, meeting, grid or Grid(meeting.world_size), lockstep,
+        device, step, collate, loaders, computing, lanes,
+    )  # fmt: skip
 
     def work() -> bytes:
-        found: list[dict[str, tuple[Any, Any]]] = []
+        found: list[tuple[int, dict[str, tuple[Any, Any]]]] = []
 
         def take(m: MicroBatch, returned: Any) -> None:
-            found.append(_pairs(returned, f"{_name(fn)}, micro-batch {m.index}"))
+            found.append((m.index, _pairs(returned, f"{_name(fn)}, {passes.named(m)}")))
 
-        with _reader(data, schedule, randomness, passes.grid, meeting, device, collate, loaders, "evaluate") as reader:
-            passes.run(reader, randomness, device, computing, step, take)
-        values = [{name: (float(s), float(w)) for name, (s, w) in pairs.items()} for pairs in found]
-        return json.dumps(_parts(values, mine)).encode()
+        passes.run(take)
+        values = [(i, {name: (float(s), float(w)) for name, (s, w) in pairs.items()}) for i, pairs in found]
+        if isinstance(data, Stream):
+            return json.dumps(sums_of_lanes(values)).encode()
+        mine = passes.grid.leaves(passes.count, meeting.rank)
+        return json.dumps(_parts([pairs for _, pairs in values], mine)).encode()
 
-    answers = _together(meeting, "evaluate", f"{len(data)} samples, micro-batches of {schedule.micro_batch}", work)
+    answers = _together(meeting, "evaluate", passes.signature, work)
     parts: dict[str, dict[Node, Pair]] = {}
     for answer in answers:
         for name, level, index, total, weight in json.loads(answer):
             parts.setdefault(name, {})[Node(level, index)] = (total, weight)
-    means = {name: _mean(name, of_name, count, fn) for name, of_name in parts.items()}
+    means = {name: _mean(name, of_name, passes.count, fn) for name, of_name in parts.items()}
     if len(means) > 1 and _ALONE in means:
         raise UsageError(
             f"{_name(fn)} returned (sum, weight) for some micro-batches and a dict for others",
@@ -109,35 +115,39 @@ def predict(
     collate: Collate | None = None,
     loaders: int = 0,
     computing: Computing = nullcontext,
+    lanes: Lanes | None = None,
 ) -> Any:
     """The outputs of `fn` for all of `data`, in data order, on every process; tensors on the CPU.
 
     `fn(*models, batch)` returns a tensor or array (dimension 0: the samples), a list (one entry a sample, of any size,
     itself a nest), or dicts and tuples of them. Of dicts, tuples and dataclasses of other types plain ones come back.
+    Of a stream, the outputs of lane 0 come first, then those of lane 1, ...
     """
-    checked_dataset(data)
-    schedule = _schedule(data, micro_batch)
-    count = schedule.step(0).micro_batches
-    passes = _Passes(meeting, grid or Grid(meeting.world_size), lockstep, models, "predict", fn, count)
+    passes = _Passes(
+        "predict", data, fn, models, micro_batch, randomness, meeting, grid or Grid(meeting.world_size), lockstep,
+        device, step, collate, loaders, computing, lanes,
+    )  # fmt: skip
 
     def work() -> bytes:
         outputs: list[Any] = []
+        order: list[int] = []
         forms: list[str] = []
 
         def take(m: MicroBatch, returned: Any) -> None:
-            where = f"{_name(fn)}, micro-batch {m.index}"
+            where = f"{_name(fn)}, {passes.named(m)}"
+            order.append(m.index)
             outputs.append(_rows(returned, m.size, where))
             forms.append(_form(outputs[-1]))
             if forms[-1] != forms[0]:
                 raise _ragged(f"it returned {forms[0]}", f"{where} returned {forms[-1]}")
 
-        with _reader(data, schedule, randomness, passes.grid, meeting, device, collate, loaders, "predict") as reader:
-            passes.run(reader, randomness, device, computing, step, take)
+        passes.run(take)
+        outputs = [outputs[k] for k in sorted(range(len(order)), key=order.__getitem__)]  # lane by lane
         return encode_tree(
             [forms[0], _lists(_joined(outputs), lambda entries: [packed(entries)])] if outputs else ["", None]
         )
 
-    answers = _together(meeting, "predict", f"{len(data)} samples, micro-batches of {schedule.micro_batch}", work)
+    answers = _together(meeting, "predict", passes.signature, work)
     found = [(rank, *decode_tree(answer)) for rank, answer in enumerate(answers)]
     outputs = [(rank, form, _lists(output, lambda held: unpacked(held[0]))) for rank, form, output in found if form]
     for rank, form, _ in outputs[1:]:
@@ -146,76 +156,98 @@ def predict(
     return _joined([output for _, _, output in outputs])
 
 
-def _schedule(data: Any, micro_batch: int) -> Schedule:
-    """One step over the whole data set."""
-    return Schedule(len(data), len(data), min(micro_batch, len(data)), steps=1)
-
-
-def _reader(
-    data: Any,
-    schedule: Schedule,
-    randomness: Randomness,
-    grid: Grid,
-    meeting: Meeting,
-    device: torch.device | str,
-    collate: Collate | None,
-    loaders: int,
-    what: str,
-) -> Reader:
-    """Reads this process's micro-batches."""
-    mine = shares(schedule, grid, meeting.rank)
-    seed = key(randomness.seed, what)
-    pin = torch.device(device).type == "cuda"
-    order = Natural(len(data))
-    return Reader(
-        data,
-        order,
-        mine,
-        seed=seed,
-        rank=meeting.rank,
-        collate=collate,
-        loaders=loaders,
-        pin=pin,
-        set_epoch=False,  # the training's epoch, or the one that the script has set
-    )
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Passes:
     """Calls of `fn` for the micro-batches of this process, beside those that hold a model together with it."""
 
+    kind: str
+    data: Any
+    fn: Callable[..., Any]
+    models: Sequence[nn.Module]
+    micro_batch: int
+    randomness: Randomness
     meeting: Meeting
     grid: Grid
     lockstep: Lockstep | None
-    models: Sequence[nn.Module]
-    kind: str
-    fn: Callable[..., Any]
-    micro_batches: int
+    device: torch.device | str
+    step: int
+    collate: Collate | None
+    loaders: int
+    computing: Computing
+    lanes: Lanes | None
 
-    def run(
-        self,
-        reader: Reader,
-        randomness: Randomness,
-        device: torch.device | str,
-        computing: Computing,
-        step: int,
-        take: Callable[[MicroBatch, Any], None],
-    ) -> None:
+    def __post_init__(self) -> None:
+        if isinstance(self.data, Stream):
+            self.lanes = self.lanes or Lanes(self.micro_batch, self.micro_batch)
+            self.count, self.signature = self.lanes.count, f"a stream of {self.lanes.count} lanes"
+            return
+        length = len(checked_dataset(self.data))
+        # One step over the whole data set.
+        self._schedule = Schedule(length, length, min(self.micro_batch, length), steps=1)
+        self.count = self._schedule.step(0).micro_batches
+        self.signature = f"{length} samples, micro-batches of {self._schedule.micro_batch}"
+
+    def named(self, m: MicroBatch) -> str:
+        """A micro-batch, for people."""
+        if isinstance(self.data, Stream):
+            return f"samples {m.start}..{m.stop - 1} of lane {m.index}"
+        return f"micro-batch {m.index}"
+
+    def run(self, take: Callable[[MicroBatch, Any], None]) -> None:
         """Hands to `take` what `fn` returns for each micro-batch."""
+        if isinstance(self.data, Stream):
+            assert self.lanes is not None
+            run_over_lanes(
+                self.data,
+                self.lanes,
+                self.fn,
+                self.models,
+                take,
+                kind=self.kind,
+                name=_name(self.fn),
+                randomness=self.randomness,
+                meeting=self.meeting,
+                grid=self.grid,
+                lockstep=self.lockstep,
+                device=self.device,
+                step=self.step,
+                collate=self.collate,
+                loaders=self.loaders,
+                computing=self.computing,
+            )
+            return
+        with self._reader() as reader:
+            self._run(reader, take)
+
+    def _reader(self) -> Reader:
+        """Reads this process's micro-batches."""
+        return Reader(
+            self.data,
+            Natural(self._schedule.samples),
+            shares(self._schedule, self.grid, self.meeting.rank),
+            seed=key(self.randomness.seed, self.kind),
+            rank=self.meeting.rank,
+            collate=self.collate,
+            loaders=self.loaders,
+            pin=torch.device(self.device).type == "cuda",
+            set_epoch=False,  # the training's epoch, or the one that the script has set
+        )
+
+    def _run(self, reader: Reader, take: Callable[[MicroBatch, Any], None]) -> None:
         lockstep = self.lockstep or Alone(self.meeting.rank)
         if len(lockstep.ranks) > 1:  # all must have come before some wait for each other
-            self.meeting.exchange(f"{self.kind}, its beginning", signature=f"{self.micro_batches} micro-batches")
+            self.meeting.exchange(f"{self.kind}, its beginning", signature=f"{self.count} micro-batches")
 
         def compute() -> None:
             m, batch = next(reader)
-            randomness.begin(self.kind, step, m.index)
-            with computing():
-                returned = self.fn(*self.models, to_device(batch, device))
+            self.randomness.begin(self.kind, self.step, m.index)
+            with self.computing():
+                returned = self.fn(*self.models, to_device(batch, self.device))
             lockstep.check(returned)
             take(m, returned)
 
-        counts = {rank: len(self.grid.leaves(self.micro_batches, rank)) for rank in lockstep.ranks}
-        with evaluating(self.models), randomness.keyed():
+        counts = {rank: len(self.grid.leaves(self.count, rank)) for rank in lockstep.ranks}
+        with evaluating(self.models), self.randomness.keyed():
             passes = lockstep.passes(self.models, f"{self.kind} {_name(self.fn)}", call_site())
             for number in range(max(counts.values())):
                 passes.run(compute if number < counts[self.meeting.rank] else None)

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate, get_worker_info
 from evenstep.errors import DataError, EvenstepError, UsageError
 from evenstep.plan.lanes import Lanes
 from evenstep.train.batch import pinned
-from evenstep.train.data import say_of_rank
+from evenstep.train.data import say_of_rank, say_on_stderr
 from evenstep.train.lane import Again, Lane, Mark
 from evenstep.train.loading import LoaderGone, Loading
 from evenstep.train.randomness import kept_generators, key, seed_generators
@@ -186,14 +186,14 @@ class LaneReader:
         loaders: int = 0,
         pin: bool = False,
         prefetch: int = 2,
-        say: Callable[[str], None],
+        say: Callable[[str], None] | None = None,
     ) -> None:
         if type(loaders) is not int or loaders < 0:
             raise UsageError(f"loaders={loaders!r}, expected a number of loader processes, 0 or more")
         self._samples, self._lanes, self._mine = samples, lanes, mine
         self._seed, self._rank, self._pin, self._prefetch = seed, rank, pin, prefetch
         self._count = min(loaders, len(mine))
-        self._say = say
+        self._say = say or say_on_stderr
         self._loading: Loading | None = None
         self._now = (0, 0)  # epoch and turn from which on loader processes read
         self._error: Exception | None = None

@@ -382,7 +382,7 @@ class Run:
         collate: Callable[[list[Any]], Any] | None = None,
         loaders: int = 0,
     ) -> Any:
-        """The mean of `fn` over a data set, each sample once on any layout.
+        """The mean of `fn` over a data set or a stream (its epoch 0), each sample once on any layout.
 
         `fn(*models, batch)` returns (sum over samples, weight), or a dict {name: (sum, weight)}; the result is a
         number, or a dict of numbers. Models are in eval mode, without gradients. They default to all prepared ones.
@@ -414,6 +414,7 @@ class Run:
     def _evaluation(self) -> dict[str, Any]:
         return {
             "micro_batch": self._micro_batch(),
+            "lanes": Lanes(self._options.global_batch, self._micro_batch()),
             "randomness": self._randomness,
             "meeting": self._meeting,
             "grid": Grid(self.world_size, self._layout.grid.stages),

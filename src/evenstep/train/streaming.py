@@ -225,7 +225,7 @@ class Streaming:
             if mark is not None:
                 self._marks[lane] = Mark(*mark)
         if not place.turn and not place.epoch:
-            _refuse_alike(self._marks)
+            refuse_alike(self._marks)
         return read, {lane: (size, more) for lane, (size, more, _) in lanes.items()}
 
     def _news(self, lane: int, found: Found) -> list[Any]:
@@ -295,7 +295,7 @@ def refuse_with_stream(options: Options, **given: object) -> None:
         )
 
 
-def _refuse_alike(marks: Mapping[int, Mark]) -> None:
+def refuse_alike(marks: Mapping[int, Mark]) -> None:
     """UsageError where two lanes begin with the same samples, unless these are all the same."""
     seen: dict[str, int] = {}
     for lane, mark in sorted(marks.items()):
