@@ -100,9 +100,10 @@ def test_each_record_is_in_one_lane_and_every_place_can_be_gone_on_from(kind: st
         lane.close()
         found.update(whole)
         for start in range(1, len(whole)):
-            assert marks[start - 1] is not None
-            assert (marks[start - 1].state is not None) == (start > 3)
-            rest = lane_of(stream, number, lanes, start, marks[start - 1])
+            mark = marks[start - 1]
+            assert mark is not None
+            assert (mark.state is not None) == (start > 3)
+            rest = lane_of(stream, number, lanes, start, mark)
             assert list(rest.take(100)) == whole[start:]
             assert rest.again is not None
             assert rest.again.records <= 7  # two blocks, and one to see whether there is more

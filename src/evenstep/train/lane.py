@@ -21,7 +21,8 @@ from evenstep.train.samples import digest
 from evenstep.train.state import decode_tree, encode_tree
 from evenstep.train.stream import Stream
 
-HASHED = 16  # records at the beginning of a block
+BEGINNING = 16  # records of an epoch's beginning in a lane that are hashed
+_HASHED = 4  # records at the beginning of any other block
 _END, _NONE = object(), object()  # the end of a source; no record
 _SAME = (
     "make(lane, lanes, epoch) must give the same samples whenever it is called: sort what it lists, draw from the "
@@ -128,9 +129,9 @@ class Lane:
         digests: list[str] = []
         while len(records) < size and self._peek() is not _END:
             records.append(self._pop())
-            if len(records) <= HASHED:
+            if len(records) <= _hashed(self._first):
                 digests.append(digest(records[-1]))
-        self._refuse_same_object(records[:HASHED], digests)
+        self._refuse_same_object(records[: len(digests)], digests)
         self.mark = _mark(self._first // size, digests, self._state)
         self._records, self._taken = records, 0
         if self._shuffle:
@@ -147,7 +148,7 @@ class Lane:
         while self._next < start // size * size and self._peek() is not _END:
             block, within = divmod(self._next, size)
             record = self._pop()
-            if mark is not None and block == mark.block and within < HASHED:
+            if mark is not None and block == mark.block and within < _hashed(block):
                 digests.append(digest(record))
         if digests and mark is not None:
             self._compare(mark, _mark(mark.block, digests, None))
@@ -218,14 +219,20 @@ class Lane:
             if self._read % self._stream.block == 0 and self._read != self._opened_at:
                 self._state = self._said_state()
             if self._keyed:
-                # The first is keyed alike in all lanes: the beginning of a generator, which runs here, may shuffle a
-                # list of files.
-                where = (self._lane, self._read) if self._read else ()
-                seed_generators(key(self._seed, "record", self._epoch, *where))
+                self._key_generators(*divmod(self._read, self._stream.block))
             self._ahead = next(self._iterator, _END)
             self._read += self._ahead is not _END
             self._at[0] = -2 - self._read
         return self._ahead
+
+    def _key_generators(self, block: int, within: int) -> None:
+        """Before a record is read. A block is read in one go, but for its first record: that one may be read before
+        others want to know whether there is more."""
+        if block == within == 0:
+            # Alike in all lanes: the beginning of a generator, which runs now, may shuffle a list of files.
+            seed_generators(key(self._seed, "record", self._epoch))
+        elif within < 2:
+            seed_generators(key(self._seed, "record", self._epoch, self._lane, block, within))
 
     def _pop(self) -> Any:
         record, self._ahead = self._ahead, _NONE
@@ -238,6 +245,11 @@ class Lane:
             return base64.b64encode(encode_tree(self._made.state_dict())).decode()
         except UsageError:
             return None  # of types that cannot be kept: the lane is read again
+
+
+def _hashed(first: int) -> int:
+    """How many records of a block are hashed."""
+    return _HASHED if first else BEGINNING
 
 
 def _mark(block: int, digests: list[str], state: str | None) -> Mark:

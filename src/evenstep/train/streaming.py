@@ -10,7 +10,7 @@ from typing import Any
 from evenstep.errors import EvenstepError, IdentityError, PeerFailed, UsageError
 from evenstep.plan.grid import Grid
 from evenstep.plan.lanes import LaneSchedule, LaneStep, Place
-from evenstep.train.lane import HASHED, Lane, Mark
+from evenstep.train.lane import BEGINNING, Lane, Mark
 from evenstep.train.lane_reader import Found, LaneReader, LaneSamples
 from evenstep.train.meeting import Meeting
 from evenstep.train.options import Options
@@ -60,7 +60,7 @@ class Streaming:
             if first[0] != first[1]:
                 error = UsageError(
                     "the stream does not give the same samples again: lane 0 of epoch 0 was begun twice, and the hash "
-                    f"of its first {HASHED} samples was {first[0]}, then {first[1]}",
+                    f"of its first {BEGINNING} samples was {first[0]}, then {first[1]}",
                     do="make(lane, lanes, epoch) must return a new iterator each time, over the same records: sort "
                     "what it lists, draw from the global generators of torch, numpy and random, which are keyed, or "
                     "seed others from `epoch`",
@@ -83,7 +83,7 @@ class Streaming:
 
     def _beginning(self) -> str:
         """A hash of the first records of lane 0."""
-        stream = Stream(self.stream.source, HASHED)
+        stream = Stream(self.stream.source, BEGINNING)
         with kept_generators():
             lane = Lane(stream, 0, self.schedule.lanes.count, 0, seed=self._seed, shuffle=False)
             next(lane.take(1), None)

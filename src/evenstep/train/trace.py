@@ -37,6 +37,7 @@ from evenstep.train.loss import Leaf
 from evenstep.train.models import Models
 from evenstep.train.samples import digest
 from evenstep.train.snapshot import INSTALLED, OURS, Changed, said, users_frame, values_of
+from evenstep.train.stream import Stream
 
 NOT_HERE = "not here"
 """In place of the hash of a tensor that is not whole in this process: another stage's, or a shard."""
@@ -62,7 +63,7 @@ class Trace:
         """The loop's turn for `step` begins; called from the loop's iterator."""
         frame = users_frame()
         loop = None if frame is None else [frame.f_code.co_filename, frame.f_lineno, frame.f_lineno]
-        code = {"loop": loop, "data": _class_lines(type(self._data))}
+        code = {"loop": loop, "data": _data_lines(self._data)}
         self._events.emit("begin", step=step, threads=torch.get_num_threads(), exact=exact, code=code)
         variables = values_of(frame, self._models.all, self._data)
         self._events.emit("state", when="before", hashes=self._hashes(), values=variables)
@@ -213,6 +214,14 @@ def _parts(name: str, gradient: Tensor) -> dict[str, str]:
         return {name: hash_of(gradient.to_dense())}
     found = by_path({"": gradient}, parts=True)
     return {name + path[path.find("\0") :] if "\0" in path else name: value for path, value in found.items()}
+
+
+def _data_lines(data: Any) -> list[Any] | None:
+    """Where the code of a data set lies, or that of the function which makes a stream's lanes."""
+    if not isinstance(data, Stream):
+        return _class_lines(type(data))
+    make = getattr(data.source, "make", data.source)
+    return _users_lines(make.__code__) if inspect.isfunction(make) else _class_lines(type(make))
 
 
 def _users_lines(code: CodeType | None) -> list[Any] | None:
