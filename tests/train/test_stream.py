@@ -376,8 +376,8 @@ def test_a_record_that_cannot_be_read_is_named_on_every_process(loaders: int, tm
         return f"{type(caught.value).__name__}: {caught.value.message}"
 
     here, there = sorted(run_ranks(body, 2))
-    assert here.startswith("DataError: sample 3 of lane 5 (epoch 0) could not be read: OSError: torn (on rank 1")
-    assert "rank 1 could not read the batch of step 1: DataError: sample 3 of lane 5" in there
+    assert here.startswith("DataError: record 4 of lane 5 (epoch 0) could not be read: OSError: torn (on rank 1")
+    assert "rank 1 could not read the batch of step 1: DataError: record 4 of lane 5" in there
 
 
 # ---- evaluation

@@ -33,8 +33,10 @@ class LaneTask:
     start: int
 
     def name(self, offset: int) -> str:
-        """Its sample number `offset`, for people."""
-        return f"sample {self.start + offset} of lane {self.lane} (epoch {self.epoch})"
+        """What is being read, for people: its sample number `offset`; -2, -3, ...: record 0, 1, ... of the lane."""
+        if offset < -1:
+            return f"record {-2 - offset} of lane {self.lane} (epoch {self.epoch})"
+        return str(self) if offset < 0 else f"sample {self.start + offset} of lane {self.lane} (epoch {self.epoch})"
 
     def __str__(self) -> str:
         return f"lane {self.lane} from sample {self.start} of epoch {self.epoch} on"
@@ -64,8 +66,8 @@ class LaneFailed:
 class LaneSamples:
     """Reads a task of a lane: (Found, batch). Keeps the lanes that it has begun; LaneFailed for what goes wrong.
 
-    It runs in the training process or in a loader process. `at[0]` is the offset of the sample that is being read, or
-    a negative number that falls while records are.
+    It runs in the training process or in a loader process. `at[0]` is the offset of the sample that is being made,
+    or -2 - n while record n of the lane is read.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class LaneSamples:
 def _failed(error: Exception, task: LaneTask, offset: int, keep_error: bool) -> LaneFailed:
     if error.__traceback__ is not None:
         error = error.with_traceback(error.__traceback__.tb_next)  # from the user's own frame on
-    where = str(task) if offset < 0 else task.name(offset)
+    where = task.name(offset)
     cause: BaseException = error
     if not keep_error:
         cause = LoaderTraceback("".join(traceback.format_exception(error)))

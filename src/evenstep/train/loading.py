@@ -211,7 +211,7 @@ class Loading:
         offset, at = self._places[loader].tolist()
         for number, task in self._asked:
             if number == at:
-                return f"while it read {task if offset < 0 else task.name(offset)}"
+                return f"while it read {task if offset == -1 else task.name(offset)}"
         return "while it had nothing to read"
 
     def close(self) -> None:
