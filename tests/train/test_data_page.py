@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import evenstep
 from tests.train.scripts import training_run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
@@ -72,6 +73,25 @@ def test_map_style_data_order_weights_and_lengths(tmp_path: Path) -> None:
                 optimizer.zero_grad()
                 if step.number == 1:
                     break
+
+
+def test_streams(tmp_path: Path) -> None:
+    given = names(tmp_path)
+    for number, block in enumerate(blocks("Streams")):
+        with training_run(tmp_path / str(number), global_batch=32, micro_batch=4) as run:
+            model = run.prepare(Net())
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            given.update(run=run, optimizer=optimizer, evenstep=evenstep)
+            exec(block, given)
+            samples = 0
+            for step in given["steps"]:
+                step.backward(loss_fn)
+                optimizer.step()
+                optimizer.zero_grad()
+                samples += step.samples
+                if step.ends_epoch:
+                    break
+        assert samples == (1000, 400)[number]
 
 
 def test_metrics(tmp_path: Path) -> None:
