@@ -6,6 +6,9 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
+from evenstep.launch import taking
 from evenstep.record.events import read_events
 from tests.launch.launching import eventually, launched, write_script
 
@@ -48,3 +51,11 @@ def test_the_step_is_finished_and_a_checkpoint_written(tmp_path: Path) -> None:
         assert "is written" in done.err
         assert not launch.alive()
         assert len(list(launch.paths.checkpoints.iterdir())) == 1
+
+
+def test_an_echo_is_no_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    echo = taking.Echo()
+    assert [echo.is_one(signal.SIGTERM) for _ in range(3)] == [False, True, True]
+    assert not echo.is_one(signal.SIGINT)  # Ctrl-C twice
+    monkeypatch.setattr(taking, "_ECHO", 0.0)  # later
+    assert not echo.is_one(signal.SIGTERM)
