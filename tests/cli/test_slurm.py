@@ -156,6 +156,17 @@ def test_an_allocation(tmp_path: Path) -> None:
     assert (done.code, "--nodes 3, and the Slurm allocation has 2: n1, n2" in done.err) == (2, True), done
 
 
+def test_an_allocation_where_slurm_is_not_at_hand(tmp_path: Path) -> None:
+    """In a container, say."""
+    write_script(tmp_path, "print(1)")
+    env = {"PATH": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    done = evenstep(tmp_path, "run", "script.py", env=env)
+    assert (done.code, "scontrol, srun) are not here" in done.err) == (2, True), done
+    one = env | {"SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2"}
+    both = evenstep(tmp_path, "run", "--output", "all", "script.py", env=one)
+    assert sorted(both.out.splitlines()) == ["1", "[1] 1"], both
+
+
 def test_a_launcher_gets_all_that_the_job_has_of_a_node() -> None:
     words = by_srun(Host("n1", 4))
     assert words[:3] == ["env", "-u", "SLURM_NTASKS"]

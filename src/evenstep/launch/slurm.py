@@ -47,9 +47,20 @@ def allocation(environ: Mapping[str, str]) -> list[Host] | None:
         names, counts = environ["SLURM_STEP_NODELIST"], "SLURM_STEP_TASKS_PER_NODE"
     else:  # without SLURM_NTASKS the job named no tasks, and Slurm may count CPUs
         names, counts = environ["SLURM_JOB_NODELIST"], "SLURM_TASKS_PER_NODE" if "SLURM_NTASKS" in environ else ""
-    found = _ask("scontrol", "show", "hostnames", names).split()
+    found = [names] if re.fullmatch(r"[^,\[]+", names) else _names(names)
     tasks = task_counts(environ, counts) if counts in environ else [1] * len(found)
-    return [Host(name, count if count > 1 else None) for name, count in zip(found, tasks, strict=True)]
+    several = max(tasks) > 1
+    return [Host(name, count if several else None) for name, count in zip(found, tasks, strict=True)]
+
+
+def _names(nodes: str) -> list[str]:
+    """Of host[02-04,7],other."""
+    if shutil.which("scontrol") is None:
+        raise UsageError(
+            f"this is in a Slurm job on several nodes ({nodes}), and Slurm's commands (scontrol, srun) are not here",
+            do="start it where they are, outside of a container; or on this node alone: --hosts localhost:4",
+        )
+    return _ask("scontrol", "show", "hostnames", nodes).split()
 
 
 def by_srun(host: Host) -> list[str]:
