@@ -33,6 +33,7 @@ _ANSWER = timedelta(seconds=5)  # for what listens there to say whose store it i
 _PATIENCE = timedelta(minutes=30)  # torch's own, for processes that start late
 _PORTS = range(20000, 30000)  # below those that Linux gives to connections
 _TRIES = 16
+_ADDRESSES = 64  # of rank 0 are told; some hosts have one for each container
 _JOB = "evenstep/job"
 _REACHED = "evenstep/reached"
 
@@ -123,7 +124,7 @@ def _by_mpi(world: World) -> Store:
 
     def say() -> bytes:
         served.append(_serve(world, world.master_port or 0, None))
-        own = [address for address in interfaces().values() if not address.startswith("127.")]
+        own = [address for address in interfaces().values() if not address.startswith("127.")][:_ADDRESSES]
         names = [world.master_addr] if world.master_addr else [socket.gethostname(), *own]
         return json.dumps({"names": names, "port": served[0].port, "job": job}).encode()
 
