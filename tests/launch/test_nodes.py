@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -136,34 +137,55 @@ def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
         os.kill(pid, number)
 
 
-# What to do to host 2, what node 0 is to say, and seconds (generous: the machine may be busy).
-FAULTS: dict[str, tuple[Callable[[Hosts], None], str]] = {
-    "a process killed": (lambda h: kill(h.find(2, "python script.py")), "rank 1 was killed by SIGKILL"),
-    "a launcher killed": (lambda h: kill(h.find(2, "evenstep run", "--node-rank 1")[-1:]), "its launcher has ended"),
-    "a host without power": (lambda h: h.power_off(2), "nothing was heard from it for 4 s"),
-    "a cable cut": (lambda h: h.cut(2), "nothing was heard from it for 4 s"),
-    "a process stopped": (lambda h: kill(h.find(2, "python script.py"), signal.SIGSTOP), "rank 1 stands still"),
+def launcher(made: Hosts, host: int) -> list[int]:
+    return made.find(host, "evenstep run", "--node-rank")[-1:]
+
+
+LOST = "nothing was heard from it for 4 s"
+# What to do to which host, and what the other is to say of it.
+FAULTS: dict[str, tuple[Callable[[Hosts], None], int, str]] = {
+    "a process killed": (lambda h: kill(h.find(2, "python script.py")), 2, "rank 1 was killed by SIGKILL"),
+    "a process stopped": (lambda h: kill(h.find(2, "python script.py"), signal.SIGSTOP), 2, "rank 1 stands still"),
+    "a launcher killed": (lambda h: kill(launcher(h, 2)), 2, "its launcher has ended"),
+    "a launcher stopped": (lambda h: kill(launcher(h, 2), signal.SIGSTOP), 2, LOST),
+    "a host without power": (lambda h: h.power_off(2), 2, LOST),
+    "a cable cut": (lambda h: h.cut(2), 2, LOST),
+    "the launcher of node 0 killed": (lambda h: kill(launcher(h, 1)), 1, "its launcher has ended"),
+    "the host of node 0 without power": (lambda h: h.power_off(1), 1, LOST),
 }
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))
-def test_a_fault_ends_the_run_on_all_hosts(two: Hosts, tmp_path: Path, fault: str) -> None:
-    act, said = FAULTS[fault]
+def test_a_fault_ends_the_run_on_all_hosts(
+    two: Hosts, tmp_path: Path, fault: str, record_property: Callable[[str, object], None]
+) -> None:
+    act, victim, said = FAULTS[fault]
     write_script(tmp_path, SCRIPT)
     commands = [start(two, tmp_path, node, "--run", f"run{node}", "script.py", 1000, 0.02) for node in (0, 1)]
     assert eventually(lambda: steps_done(tmp_path) > 8)
     began = time.monotonic()
     try:
         act(two)
-        first = commands[0].wait()
+        other = commands[2 - victim].wait()
         took = time.monotonic() - began
-        commands[1].wait()
+        assert eventually(lambda: not two.find(victim, "python script.py"))  # also where its launcher stands still
+        for pid in launcher(two, victim):
+            os.kill(pid, signal.SIGCONT)
+        own = commands[victim - 1].wait()
     finally:
-        two.join(2)
-    assert first.code == (1 if "rank" in said else 4)
-    assert f"the run failed on host2 (node 1): {said}" in first.err
-    assert "to go on from step" in first.err
-    assert took < 15
+        two.join(victim)
+    record_property(f"seconds until {fault} has ended the run", round(took, 1))
+    assert other.code == (1 if "rank" in said else 4)
+    host = "host2" if victim == 2 else two.address(1)
+    assert f"the run failed on {host} (node {victim - 1}): {said}" in other.err
+    assert re.search(rf"rank {victim - 1} was in step \d+, [a-z ']+\n", other.err), other.err
+    assert "logs of every process: run" in other.err
+    if victim == 2:  # node 0 has the checkpoints
+        assert "the last checkpoint: run0/checkpoints/step-" in other.err
+        assert "to go on from step" in other.err
+    if fault in ("a launcher stopped", "a cable cut"):
+        assert "the run failed on" in own.err, own
+    assert took < 10  # 5 on a machine that has nothing else to do
     assert two.pids(1) == two.pids(2) == []
 
 
@@ -194,12 +216,21 @@ def test_a_taken_port_and_a_wrong_address(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("runs/*"))
 
 
-def test_stopping_one_node_stops_all_after_a_checkpoint(two: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("whom", "number"),
+    [("evenstep run", signal.SIGTERM), ("evenstep run", signal.SIGINT), ("script.py", signal.SIGUSR1)],
+)
+def test_a_signal_on_one_node_stops_all_after_a_checkpoint(
+    two: Hosts, tmp_path: Path, whom: str, number: signal.Signals
+) -> None:
     write_script(tmp_path, SCRIPT)
     commands = [start(two, tmp_path, node, "--run", f"run{node}", "script.py", 1000, 0.02) for node in (0, 1)]
     assert eventually(lambda: steps_done(tmp_path) > 8)
-    kill(two.find(2, "evenstep run", "--node-rank 1")[-1:], signal.SIGTERM)
+    kill(two.find(2, whom)[-1:], number)
     first, second = (one.wait() for one in commands)
-    assert (first.code, second.code) == (143, 143), (first, second)
-    assert "stopped by SIGTERM at the end of step" in first.err
-    assert "to go on from step" in first.err
+    assert (first.code, second.code) == (128 + number, 128 + number), (first, second)
+    stopped = re.search(rf"stopped by {number.name} at the end of step (\d+); checkpoint (\d+) is written", first.err)
+    assert stopped is not None, first
+    assert stopped[1] == stopped[2]
+    assert f"to go on from step {stopped[1]}: evenstep run --nodes 2 --node-rank 0" in first.err
+    assert two.pids(1) == two.pids(2) == []

@@ -12,6 +12,7 @@ import pytest
 from evenstep.record.events import read_events
 from tests.hosts import Command, Hosts, hosts, needs_hosts
 from tests.launch.launching import command, evenstep, eventually, write_script
+from tests.ssh import needs_ssh, ssh_hosts
 
 SCRIPT = """
     import os, sys, time, torch, evenstep
@@ -30,7 +31,7 @@ SCRIPT = """
             os.kill(os.getpid(), 9)
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(float(os.environ.get("PAUSE", "0")))
+        time.sleep(float(os.environ.get("PYTHONPAUSE", "0")))
 """
 
 
@@ -104,7 +105,7 @@ def start(made: Hosts, folder: Path, node: int, nodes: object, restarts: int) ->
     return made.start(
         node + 1, *command("run"), "--nodes", nodes, "--node-rank", node, "--master-addr", made.address(1),
         "--master-port", 1234, "--restarts", restarts, "--run", f"run{node}", "script.py", folder=folder,
-        env={"EVENSTEP_TOKEN": "a secret", "PAUSE": "0.2"},
+        env={"EVENSTEP_TOKEN": "a secret", "PYTHONPAUSE": "0.2"},
     )  # fmt: skip
 
 
@@ -171,4 +172,29 @@ def test_it_goes_on_with_the_hosts_that_are_left(two: Hosts, tmp_path: Path) -> 
     assert "host2 (node 1): nothing was heard from it for 4 s" in done.err
     assert "rank 1 was in step" in done.err
     assert "going on without node 1 of 2: 1 are enough" in done.err
-    assert "again on 1 hosts with 1 processes: host1 (1)" in done.err
+    assert "again on 1 host with 1 process: host1 (1)" in done.err
+
+
+@pytest.mark.slow
+def test_hosts_by_ssh(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A process is killed, then a host loses its power; the rest is done by the one that is left."""
+    needs_ssh()
+    write_script(tmp_path, SCRIPT)
+    whole = evenstep(tmp_path, "run", "--run", "whole", "script.py")
+    with ssh_hosts(3, tmp_path_factory.mktemp("ssh")) as three:
+        words = ("--hosts", "host2,host3", "--min-hosts", 1, "--restarts", 3, "--run", "run0", "script.py")
+        launch = three.start("run", *words, folder=tmp_path, env={"PYTHONPAUSE": "0.2"})
+        assert eventually(lambda: steps_since_start(tmp_path) > 3)
+        os.kill(three.made.find(3, "python script.py")[0], signal.SIGKILL)
+        assert eventually(lambda: launches(tmp_path, 0) == 2 and steps_since_start(tmp_path) > 3)
+        three.made.power_off(3)
+        done = launch.wait()
+        assert done.code == 0, done
+        assert fingerprint(done.out) == fingerprint(whole.out)
+        assert "host3 (node 1): rank 1 was killed by SIGKILL" in done.err
+        assert "starting again (1 of 3), from step 3" in done.err
+        assert "again on 2 hosts with 2 processes: host2 (1), host3 (1)" in done.err
+        assert "host3 (node 1): nothing was heard from it for 4 s" in done.err
+        assert "going on without host3" in done.err
+        assert "again on 1 host with 1 process: host2 (1)" in done.err
+        assert not three.made.find(2, "script.py")

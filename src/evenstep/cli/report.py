@@ -81,7 +81,8 @@ def tell_hosts(fault: Fault | None, paths: RunPaths, words: list[str], verdict: 
 
 def _tell_fault(fault: Fault) -> None:
     rank = "" if fault.rank is None else f"rank {fault.rank} "
-    say(f"the run failed on {fault.host} (node {fault.node}): {rank}{fault.what}")
+    node = f" (node {fault.node})" if fault.node >= 0 else ""
+    say(f"the run failed on {fault.host}{node}: {rank}{fault.what}")
     if fault.doing:
         say(fault.doing)
 

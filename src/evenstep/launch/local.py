@@ -476,6 +476,10 @@ class _Launch:
             resize(self._streams)
             self._command(tell=int(number))
             return
+        if number == int(signal.SIGTSTP) and self._job.nodes > 1:
+            with suppress(OSError):
+                os.write(2, b"\nevenstep: Ctrl-Z is for one host: the others would take this one for lost\n")
+            return
         if number == int(signal.SIGTSTP):  # Ctrl-Z, and `fg` after it
             self._command(tell=int(signal.SIGSTOP))
             os.kill(os.getpid(), signal.SIGSTOP)

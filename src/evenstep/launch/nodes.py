@@ -81,7 +81,7 @@ class Start:
 class Fault:
     """The failure that ended a run, wherever it was."""
 
-    node: int
+    node: int  # -1: the launcher that started all of them
     host: str
     what: str  # "was killed by SIGKILL", "nothing was heard from it for 4 s"
     rank: int | None = None
@@ -369,7 +369,8 @@ class Hub(Link):
                 self._start = start
         if self._restart:
             where = ", ".join(f"{about.host} ({about.processes})" for about in there)
-            self._say(f"again on {len(there)} hosts with {total} processes: {where}")
+            hosts = "1 host" if len(there) == 1 else f"{len(there)} hosts"
+            self._say(f"again on {hosts} with {total} process{'' if total == 1 else 'es'}: {where}")
 
     def _present(self) -> int:
         return len(self._members) + (self._own is not None)
@@ -550,8 +551,10 @@ class Hub(Link):
             self._suspect = time.monotonic() + _LIKELIER, fault
 
     def _lost(self, member: Member, what: str) -> None:
+        fault = lost(member.about.node, member.about.host, what, member.doing)
+        member.line.send(fault=asdict(fault), verdict=asdict(Verdict(False)))  # should it come to life again
         self._drop(member)
-        self._failed(lost(member.about.node, member.about.host, what, member.doing))
+        self._failed(fault)
 
     def _drop(self, member: Member) -> None:
         with suppress(KeyError, ValueError):
@@ -576,13 +579,15 @@ class Spoke(Link):
         connect: Callable[[], Line | None],
         lost_hub: Callable[[], Verdict] = Verdict.of_none,
         *,
+        hub_node: int = -1,
         calls_again: bool = False,
     ) -> None:
-        """`lost_hub` says what follows when the hub itself is lost. `calls_again`: a hub that hangs up before the run
-        begins is called again."""
+        """`hub_node`: which node the hub is, -1 if it is none. `lost_hub` says what follows when it is lost.
+        `calls_again`: a hub that hangs up before the run begins is called again."""
         super().__init__(about.host, say)
         self._about, self._hub, self._connect = about, hub, connect
         self._lost_hub, self._calls_again = lost_hub, calls_again
+        self._hub_node = hub_node
         self._hub_doing: Mapping[str, list[Any]] = {}
         self._line: Line | None = None
         self._refusal: EvenstepError | None = None
@@ -662,7 +667,7 @@ class Spoke(Link):
 
     def _lose_hub(self, what: str) -> None:
         self.verdict = self._lost_hub()
-        self._failed(lost(0, self._hub, what, self._hub_doing))
+        self._failed(lost(self._hub_node, self._hub, what, self._hub_doing))
         self._over.set()
 
     def _send_mail(self, line: Line) -> None:
@@ -694,8 +699,10 @@ class Spoke(Link):
                 said, do = message["refused"]
                 raise (UsageError if message["code"] == UsageError.exit_code else MachineError)(said, do=do)
             elif "fault" in message:
-                self.verdict = Verdict(**message["verdict"])
-                self._failed(Fault(**message["fault"]))
+                fault = Fault(**message["fault"])
+                taken_for_lost = fault.rank is None and fault.node == self._about.node
+                self.verdict = self._lost_hub() if taken_for_lost else Verdict(**message["verdict"])
+                self._failed(fault)
                 self._over.set()
             elif "over" in message:
                 self._over.set()

@@ -131,8 +131,9 @@ class _ThisNode:
             about = About(self.host, self._processes, self._same, nodes.rank, nodes.count)
             again = self._starts > 0
             self._calling = Calling(nodes, self._say, again=again)
-            where = f"{nodes.address} (node 0)"
-            return Spoke(about, where, self._say, self._calling, self._without_hub, calls_again=again)
+            return Spoke(
+                about, nodes.address, self._say, self._calling, self._without_hub, hub_node=0, calls_again=again
+            )
         if self.found is None:
             self.found = self._make_paths(None)
         paths = self.found[0]

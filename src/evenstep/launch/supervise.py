@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -106,7 +106,9 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
                     deadline = None if winding_down else now + _GRACE_AFTER_SIGNAL
                     _signal(live, command["stop"])
 
-        if not stopping and deadline is None and frozen.seen(live, now):
+        # A launcher that stands still is lost to those of other hosts, which end the run.
+        watched = [*live, job.launcher] if job.nodes > 1 else list(live)
+        if not stopping and deadline is None and frozen.seen(watched, now):
             for rank in frozen.ranks(live):
                 emit("frozen", rank=rank, seconds=_FROZEN)
             deadline, failing = now, True
@@ -132,15 +134,15 @@ class _Frozen:
         self.expected = False
         self._since: dict[int, float] = {}
 
-    def seen(self, live: Mapping[int, int], now: float) -> bool:
+    def seen(self, pids: Collection[int], now: float) -> bool:
         """Whether one has stood still too long."""
-        still = {pid for pid in live if not self.expected and _is_stopped(pid)}
+        still = {pid for pid in pids if not self.expected and _is_stopped(pid)}
         self._since = {pid: self._since.get(pid, now) for pid in still}
         return any(now - since >= _FROZEN - _LOOK / 2 for since in self._since.values())
 
     def ranks(self, live: Mapping[int, int]) -> list[int]:
         """Which ranks stand still."""
-        return sorted(live[pid] for pid in self._since)
+        return sorted(live[pid] for pid in self._since if pid in live)
 
 
 def _is_stopped(pid: int) -> bool:

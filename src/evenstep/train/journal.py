@@ -20,9 +20,10 @@ Listener = Callable[[int, Mapping[str, float]], None]
 class Journal:
     """Every process writes its events; metrics, progress and notes are rank 0's."""
 
-    def __init__(self, paths: RunPaths, rank: int) -> None:
+    def __init__(self, paths: RunPaths, rank: int, own: RunPaths) -> None:
+        """`own`: the run directory of this host's launcher, where hosts have one each."""
         self._rank = rank
-        self.activity = Activity(paths.activity(rank))
+        self.activity = Activity(own.activity(rank))
         self._events = EventWriter(paths.events(rank), rank, on_error=self.say)
         self._metrics = MetricsWriter(paths, on_error=self.say) if rank == 0 else None
         self._progress: Progress | None = None

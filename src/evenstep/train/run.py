@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -87,7 +88,7 @@ class Run:
         self._compiled = Compiled(options, ground.device)
         self._checkpoints = Checkpoints(paths)
         self._saved = Saved(self._models, self._meeting, self._checkpoints)
-        self._journal = Journal(paths, self.rank)
+        self._journal = Journal(paths, self.rank, RunPaths(Path(options.run)) if options.run else paths)
         self._activity = self._meeting.activity = self._journal.activity
         self._steps: Steps | None = None
         self._data: Any = None
