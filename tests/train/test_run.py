@@ -655,15 +655,22 @@ def test_what_trains_or_saves_nothing_is_said(tmp_path: Path, capsys: pytest.Cap
                     step.backward(loss_fn)
                 if what not in ("idle", "unstepped"):
                     optimizer.step()
+                if what in ("all", "zeros"):
+                    optimizer.zero_grad(set_to_none=what == "all")
         return capsys.readouterr().err
 
     everything = said("all")
     assert "the global batch of 60 is more than an epoch has" in everything
     for words in ("nothing is saved", "trained nothing"):
         assert words not in everything
+    adds = "the second step adds to the gradients of the first, which an optimizer has used already (weight)"
+    assert said("unzeroed").count(adds) == 1
+    unstepped = said("unstepped")
+    for text in (everything, said("zeros"), unstepped):
+        assert adds not in text
     assert "does not call run.restore" in said("unsaved")
     assert "step 0 ended without step.backward: it has trained nothing" in said("idle")
-    assert "step 0 ended without an optimizer's step: it has trained nothing" in said("unstepped")
+    assert "step 0 ended without an optimizer's step: it has trained nothing" in unstepped
 
 
 def test_order_of_calls(tmp_path: Path) -> None:

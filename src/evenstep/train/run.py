@@ -44,7 +44,7 @@ from evenstep.train.identity import check_compiled
 from evenstep.train.journal import Journal
 from evenstep.train.layout import lay_out
 from evenstep.train.models import Models, buffers
-from evenstep.train.norm import clip_, refuse_torch_norms
+from evenstep.train.norm import clip_, local, refuse_torch_norms
 from evenstep.train.optimizers import OptimizerWatch
 from evenstep.train.options import Asked, Devices, Options, workers
 from evenstep.train.orders import choose_order, numbers
@@ -650,9 +650,21 @@ class Run:
         if plan.number == self._options.trace_step:
             step.trace = Trace(self._paths, self.rank, self._models, self._data, self._saved.hashes)
             step.trace.begin(plan.number, self._options.exact)
-        self._optimizers.step = step
+        before, self._optimizers.step = self._optimizers.step, step
         step.gradients = self._optimizers.gradients
+        if before is not None and before.stepped and before.number == self._models.first_step:
+            step.look_before = self._tell_of_old_gradients
         return step
+
+    def _tell_of_old_gradients(self, models: Sequence[nn.Module]) -> None:
+        """What most often is a forgotten zero_grad; it can be meant, so it is not refused."""
+        for name, p in self._models.parameters(models):
+            if p.grad is not None and p.grad.layout == torch.strided and local(p.grad).any():
+                self._journal.say(
+                    "the second step adds to the gradients of the first, which an optimizer has used already "
+                    f"({name}): if that is not meant, call optimizer.zero_grad() after optimizer.step()"
+                )
+                return
 
     def _choose_micro_batch(
         self, plan: StepPlan, compute: Callable[[Any], None], models: Sequence[nn.Module], site: str

@@ -96,6 +96,7 @@ class Step:
         self._choose = choose
         self.trace: Trace | None = None  # of this step, where it is asked for
         self.gradients: LeftGradients | None = None  # where a process has a part of the model
+        self.look_before: Callable[[Sequence[nn.Module]], None] | None = None  # at the models, before the first call
         self._cut(plan)
 
     def _cut(self, plan: Plan) -> None:
@@ -169,6 +170,9 @@ class Step:
             return self._done(work, models)
 
     def _done(self, work: Callable[[], Work], models: Sequence[nn.Module]) -> Result:
+        if self.look_before is not None:
+            self.look_before(models)
+            self.look_before = None
         if self.gradients is not None:
             self.gradients.check()
         scaler = self._precision.scaler
