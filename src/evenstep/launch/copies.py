@@ -92,8 +92,8 @@ class Carrier:
 
     paths: RunPaths
     reach: Reach
-    _running: set[subprocess.Popen[bytes]] = field(default_factory=set)
-    _stopped: bool = False
+    _running: dict[subprocess.Popen[bytes], int] = field(default_factory=dict)  # with its node
+    _lost: set[int] = field(default_factory=set)
 
     def give(self, node: int, step: int) -> None:
         """Copy the checkpoint of a step, and what else is needed to go on, to a node, unless it has them (where several
@@ -115,11 +115,12 @@ class Carrier:
             into.close()
             read_stream(out, self.paths.root)
 
-    def stop(self) -> None:
-        """End what is under way, and begin nothing more."""
-        self._stopped = True
-        for child in list(self._running):
-            child.kill()
+    def stop(self, nodes: Iterable[int]) -> None:
+        """End what is under way to and from these nodes, and begin nothing more."""
+        self._lost.update(nodes)
+        for child, node in list(self._running.items()):
+            if node in self._lost:
+                child.kill()
 
     @contextmanager
     def _helper(self, node: int, told: Mapping[str, Any]) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
@@ -130,8 +131,8 @@ class Carrier:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self._running.add(child)
-        if self._stopped:
+        self._running[child] = node
+        if node in self._lost:
             child.kill()
         assert child.stdin is not None
         assert child.stdout is not None
@@ -160,7 +161,7 @@ class Carrier:
             child.wait()
             listening.join(1.0)
             errors.close()
-            self._running.discard(child)
+            self._running.pop(child)
 
 
 # ---- a host's side

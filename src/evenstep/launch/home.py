@@ -70,7 +70,7 @@ class Home:
         if own is None or not behind:
             return
         names = ", ".join(self._hosts[node] for node in behind)
-        self._say(f"the checkpoint of step {own} goes to {names}, which do not share the run directory")
+        self._say(f"the checkpoint of step {own} goes to {names}: the run directory is not shared")
         for some in (behind[:1], behind[1:]):  # the first one's may be that of the others too
             self._all(some, lambda node: self._carrier.give(node, own))
 
@@ -98,6 +98,7 @@ class Home:
     def lost(self, node: int) -> None:
         """Nothing comes from this node any more."""
         self._outside.discard(node)
+        self._carrier.stop([node])
 
     def _follow(self) -> None:
         while (steps := self._steps.get()) is not None:
@@ -107,19 +108,20 @@ class Home:
                 self._carrier.fetch(0, state(self._paths), above=self._newest())
                 self._checkpoints.prune(max(1, len(steps)))
             except MachineError as error:
-                self._say(f"{self._hosts[0]}: {error.message}")
+                if 0 in self._outside:  # else it is lost, and that is told
+                    self._say(f"{self._hosts[0]}: {error.message}")
 
     def _newest(self) -> int:
         return max(self._checkpoints.steps(), default=-1)
 
-    def finish(self) -> None:
-        """Bring home what the run has left on other hosts."""
+    def finish(self) -> MachineError | None:
+        """Bring home what the run has left on other hosts; why not all of it came."""
         if self._following is not None:
             self._steps.put(None)
             self._following.join()
         nodes = sorted(self._outside & self._written.keys())
         if not nodes:
-            return
+            return None
         rest = {**state(self._paths), **results(self._paths)}
         try:
             self._all(
@@ -127,8 +129,9 @@ class Home:
                 lambda node: self._carrier.fetch(node, {**self._written[node], **({} if node else rest)}),
             )
         except MachineError as error:
-            self._say(f"{error.message}; they are there, in {self._paths.root}")
+            return MachineError(error.message, do=f"fetch what is missing from {self._paths.root} there")
+        return None
 
     def stop(self) -> None:
         """End what is under way."""
-        self._carrier.stop()
+        self._carrier.stop(range(len(self._hosts)))

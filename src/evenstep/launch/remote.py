@@ -130,6 +130,7 @@ class Ended:
     fault: Fault | None
     signal: int | None
     verdict: Verdict  # what follows
+    missing: MachineError | None  # what hosts that do not share the run directory have left there
 
 
 class HostError(MachineError):
@@ -179,6 +180,9 @@ def run_on_hosts(
                 time.sleep(_TRY_AGAIN)
             continue
         code = tell(ended)
+        if ended.missing is not None:
+            say(str(ended.missing))
+            code = code or ended.missing.exit_code
         if ended.signal is not None or not ended.verdict.again:
             return code
         if ended.fault is not None and ended.fault.silent and len(there) > least:
@@ -229,8 +233,8 @@ def _run_once(
                 if hub.stopped is not None and not hub.begun:
                     break
             hub.close()
-            hub.home.finish()
-        return Ended(hub.fault, hub.ended_by if hub.stopped is None else hub.stopped, hub.verdict)
+            missing = hub.home.finish()
+        return Ended(hub.fault, hub.ended_by if hub.stopped is None else hub.stopped, hub.verdict, missing)
 
 
 def command_on(host: Host, transport: Transport) -> list[str]:
