@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := src tests examples demo bench
 
-.PHONY: help setup lint test test-fast layouts demo bench clean
+.PHONY: help setup lint test test-fast layouts docs help-page demo bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,8 @@ help:
 	@echo "make test       lint, types, layers and the whole test suite"
 	@echo "make test-fast  the test suite without the tests marked slow"
 	@echo "make layouts    writes docs/layouts.md anew: which layouts give the same model"
+	@echo "make docs       the documentation as a site, in site/"
+	@echo "make help-page  writes docs/command-line.md anew: what --help prints"
 	@echo "make bench      speed and memory against hand-written DDP and torchrun"
 
 # Runs again only when what is to be installed has changed.
@@ -43,6 +45,12 @@ test-fast: $(STAMP)
 layouts: $(STAMP)
 	@$(BIN)/python -m tests.train.layouts
 
+docs: help-page
+	@$(BIN)/python -m zensical build --strict
+
+help-page: $(STAMP)
+	@$(BIN)/python -m tests.docs.command_line
+
 demo: $(STAMP)
 	@$(BIN)/python demo/demo.py
 
@@ -50,4 +58,4 @@ bench: $(STAMP)
 	@$(BIN)/python -m bench
 
 clean:
-	rm -rf $(VENV) build runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build site .cache runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,39 @@
+"""The documentation site builds without a warning, and what is generated is up to date."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs.command_line import PAGE, page
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_command_lines_page_is_what_help_prints() -> None:
+    assert PAGE.read_text() == page(), "write it anew: make help-page"
+
+
+def test_every_page_is_in_the_contents() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])))
+    assert listed == {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    folder = tmp_path / "site"
+    settings = (ROOT / "mkdocs.yml").read_text()
+    for name in ("docs", "src", "mkdocs.yml"):
+        (tmp_path / name).symlink_to(ROOT / name) if name != "mkdocs.yml" else (tmp_path / name).write_text(settings)
+    built = subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--strict"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    reference = (folder / "api.html").read_text()
+    assert "micro_batch" in reference
+    assert "Run.predict" in reference
