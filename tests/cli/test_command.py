@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from evenstep import __version__
 from evenstep.cli import preflight
+from evenstep.cli.main import evenstep as command_line
 from evenstep.cli.report import resume_command
 from evenstep.launch.undo import absent, take_back
 from evenstep.record.paths import RunPaths
@@ -38,6 +40,14 @@ def test_help_and_version_are_quick_and_import_no_torch(tmp_path: Path, words: t
     code = "import sys; from evenstep.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path).stdout
     assert out.endswith("False\n")
+
+
+def test_the_list_of_verbs_says_what_each_verb_says_of_itself() -> None:
+    listed = command_line.get_help(click.Context(command_line, max_content_width=200, terminal_width=200))
+    for verb in command_line.list_commands(click.Context(command_line)):
+        found = command_line.get_command(click.Context(command_line), verb)
+        assert found is not None
+        assert f"{verb:<6}  {found.get_short_help_str(200)}" in listed
 
 
 def test_version(tmp_path: Path) -> None:

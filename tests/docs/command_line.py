@@ -15,16 +15,23 @@ _WIDTH = 100  # columns
 def page() -> str:
     """What each verb's `--help` prints."""
     parts = ["# Command line", "Written by `make help-page` from `--help`; do not edit."]
-    for name, command in {"": evenstep, **evenstep.commands}.items():
-        if not command.hidden:
-            words = f"evenstep {name}".strip()
-            parts += [f"## {words}", f"```text\n{_help(command, words)}\n```"]
+    verbs = evenstep.list_commands(click.Context(evenstep))
+    for words, command in [("evenstep", evenstep), *((f"evenstep {verb}", _command(verb)) for verb in verbs)]:
+        parts += [f"## {words}", f"```text\n{_help(command, words)}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
+def _command(verb: str) -> click.Command:
+    command = evenstep.get_command(click.Context(evenstep), verb)
+    assert command is not None
+    return command
+
+
 def _help(command: click.Command, words: str) -> str:
-    with click.Context(command, info_name=words, terminal_width=_WIDTH, max_content_width=_WIDTH) as context:
-        return command.get_help(context)
+    top = command.make_context("evenstep", [], resilient_parsing=True) if command is evenstep else None
+    context = top or click.Context(command, info_name=words, help_option_names=["-h", "--help"])
+    context.terminal_width = context.max_content_width = _WIDTH
+    return command.get_help(context)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -9,23 +10,38 @@ import click
 
 from evenstep import __version__
 from evenstep.cli import exits
-from evenstep.cli.doctor import doctor
-from evenstep.cli.node import node
-from evenstep.cli.prove import prove
-from evenstep.cli.run import run
 from evenstep.errors import EvenstepError
 
+# Each is a module of this package, loaded when it is asked for, and begins its help with these words.
+_VERBS = {
+    "run": "Run SCRIPT with its own ARGUMENTS as several processes, of this host or (--nodes) of several.",
+    "prove": "Show that SCRIPT trains the same model on every layout, bit for bit; if not, say what differs first, and why.",
+    "doctor": "Examine the hosts of a launch: what `evenstep run` with the same options would meet.",
+}
+_HIDDEN = ("node",)
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class _Verbs(click.Group):
+    """Verbs that do not pay for each other's imports."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in (*_VERBS, *_HIDDEN):
+            return None
+        command: click.Command = getattr(importlib.import_module(f"evenstep.cli.{name}"), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_VERBS.items()))
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "--version", message="evenstep %(version)s")
 def evenstep() -> None:
     """Exact distributed PyTorch training: one script, one global batch, any number of processes, one result."""
-
-
-evenstep.add_command(run)
-evenstep.add_command(prove)
-evenstep.add_command(doctor)
-evenstep.add_command(node)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
