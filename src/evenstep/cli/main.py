@@ -15,7 +15,7 @@ from evenstep.errors import EvenstepError
 # Each is a module of this package, loaded when it is asked for, and begins its help with these words.
 _VERBS = {
     "run": "Run SCRIPT with its own ARGUMENTS as several processes, of this host or (--nodes) of several.",
-    "prove": "Show that SCRIPT trains the same model on every layout, bit for bit; if not, say what differs first, and why.",
+    "prove": "Show that SCRIPT trains the same model on every layout, or say what differs first, and why.",
     "doctor": "Examine the hosts of a launch: what `evenstep run` with the same options would meet.",
 }
 _HIDDEN = ("node",)

@@ -80,7 +80,7 @@ def prove(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Show that SCRIPT trains the same model on every layout, bit for bit; if not, say what differs first, and why.
+    """Show that SCRIPT trains the same model on every layout, or say what differs first, and why.
 
     SCRIPT is run for a few steps with one process, with two and three, with thread replicas, shards, stages and loader
     processes, twice with one process, and once resumed in the middle. The fingerprints after every step are compared.
