@@ -29,6 +29,7 @@ from evenstep.record.publish import fsync_tree, remove_directory
 
 _CHUNK = 1 << 20
 _HERE, _WANTED, _RECEIVED = b"here\n", b"wanted\n", b"received\n"
+_END = ".end"  # the last entry: tarfile takes a stream that is cut between two entries for a whole one
 _ADDED = "evenstep.added"  # in the stream: what is to be added to a file, not to replace it
 
 
@@ -210,6 +211,7 @@ def write_stream(
             for path in sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]:
                 with suppress(FileNotFoundError), path.open("rb") as file:
                     _add(stream, root, file, start)
+        stream.addfile(tarfile.TarInfo(_END))
 
 
 def _add(stream: tarfile.TarFile, root: Path, file: IO[bytes], start: int | None) -> None:
@@ -226,9 +228,13 @@ def read_stream(source: IO[bytes], root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     aside = root / f".copying.{secrets.token_hex(4)}"
     added: list[str] = []
+    ended = False
     try:
         with tarfile.open(fileobj=source, mode="r|", bufsize=_CHUNK) as stream:
             for entry in stream:
+                ended = entry.name == _END
+                if ended:
+                    break
                 path = aside / entry.name
                 data = stream.extractfile(entry) if entry.isreg() else None
                 if data is None or not path.resolve().is_relative_to(aside.resolve()):
@@ -238,6 +244,10 @@ def read_stream(source: IO[bytes], root: Path) -> None:
                     shutil.copyfileobj(data, file, _CHUNK)
                 if _ADDED in entry.pax_headers:
                     added.append(entry.name)
+        while source.read(_CHUNK):
+            pass  # what fills up the last block
+        if not ended:
+            raise OSError("the connection ended too early")
         if aside.exists():
             _put(aside, root, added)
     finally:
