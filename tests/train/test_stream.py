@@ -18,6 +18,7 @@ import evenstep
 from evenstep.errors import DataError, IdentityError, PeerFailed, UsageError
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
+from evenstep.train.lane import Lane
 from tests.ranks import run_ranks
 from tests.train.scripts import adamw, fingerprints, training_run
 
@@ -305,6 +306,32 @@ def test_a_finished_stream_goes_on_for_more_epochs(alone: Alone, tmp_path: Path)
     assert (first, told) == (alone[0][:6], alone[1][:6])
     assert train(tmp_path, STREAM, epochs=1)[2] == []
     assert train(tmp_path, STREAM, epochs=2)[0] == alone[0]
+
+
+# ---- random numbers
+
+
+def noise(lane: int, epoch: int, start: int = 0) -> list[float]:
+    """What the records of a lane draw, and what transform does for each."""
+
+    def draws(lane: int, lanes: int, epoch: int) -> Iterator[list[float]]:
+        files = torch.randperm(1000)[0].item()
+        for _ in range(12):
+            yield [files, torch.rand(()).item(), np.random.rand()]
+
+    stream = evenstep.stream(draws, block=4, transform=lambda record: [*record, torch.rand(()).item()])
+    read = Lane(stream, lane, 3, epoch, seed=5, shuffle=True, start=start)
+    return [value for sample in read.take(99) for value in sample]
+
+
+def test_each_record_and_sample_draws_for_itself_and_all_lanes_begin_alike() -> None:
+    found = {(lane, epoch): noise(lane, epoch) for lane in range(3) for epoch in range(2)}
+    assert found[1, 1] == noise(1, 1)
+    assert found[1, 1][4 * 7 :] == noise(1, 1, 7)
+    assert found[0, 0][0] == found[1, 0][0] == found[2, 0][0] != found[0, 1][0]  # a list of files, in one order
+    values = [value for drawn in found.values() for k, value in enumerate(drawn) if k % 4]
+    # The first record of all lanes has the same key: two draws, three lanes, two epochs.
+    assert len(set(values)) == len(values) - 2 * 2 * 2
 
 
 # ---- lengths
