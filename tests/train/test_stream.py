@@ -177,11 +177,12 @@ def train_otherwise(directory: Path, **options: Any) -> tuple[list[str], list[fl
 def test_whatever_a_step_does_goes_with_lanes_that_are_missing(tmp_path: Path) -> None:
     (alone,) = run_ranks(train_otherwise, 1, tmp_path / "alone")
     assert alone[2] == [8, 4, 2] * 2
-    for processes, options in ((1, {"thread_replicas": 2}), (3, {}), (2, {"shard": True})):
+    layouts: list[tuple[int, dict[str, Any]]] = [(1, {"thread_replicas": 2}), (3, {}), (2, {"shard": True})]
+    for processes, options in layouts:
         place = tmp_path / f"{processes}{options}"
         for found in run_ranks(partial(train_otherwise, **options), processes, place):
             assert found == alone
-    for processes, options in ((1, {"thread_replicas": 2}), (2, {})):
+    for processes, options in layouts[:2]:
         place = tmp_path / f"{processes}{options} rounded"
         for _, losses, _ in run_ranks(partial(train_otherwise, exact=False, **options), processes, place):
             assert losses == pytest.approx(alone[1], rel=1e-3)
