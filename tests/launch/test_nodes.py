@@ -9,11 +9,15 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from evenstep.record.activity import SCRIPT as SCRIPTS_OWN
+from evenstep.record.activity import Doing, read_activity
 from evenstep.record.events import read_events
+from evenstep.record.paths import RunPaths
 from tests.hosts import Command, Hosts, hosts, needs_hosts
 from tests.launch.launching import command, evenstep, eventually, write_script
 
@@ -214,6 +218,26 @@ def test_a_taken_port_and_a_wrong_address(tmp_path: Path) -> None:
     result = evenstep(tmp_path, *words, "192.0.2.1", "--master-port", port, "script.py", 1, 0)
     assert (result.code, "192.0.2.1 is not an address of this host" in result.err) == (2, True), result
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_second_signal_ends_all_at_once(two: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    commands = [start(two, tmp_path, node, "--run", f"run{node}", "script.py", 1000, 600) for node in (0, 1)]
+    log = tmp_path / "run1" / "logs" / "rank-1.log"
+    activity = RunPaths(tmp_path / "run1").activity(1)
+    assert eventually(lambda: read_activity(activity) == Doing(1, SCRIPTS_OWN)), log.read_text()
+
+    def ends() -> bool:
+        for pid in launcher(two, 2):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
+        return commands[1].popen.poll() is not None
+
+    assert eventually(ends, 20)  # the first signal alone would wait for the step, ten minutes
+    first, second = (one.wait() for one in commands)
+    assert second.code == 130
+    assert "host2 (node 1): its launcher was stopped" in first.err
+    assert two.pids(1) == two.pids(2) == []
 
 
 @pytest.mark.parametrize(
