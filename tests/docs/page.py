@@ -46,6 +46,11 @@ class Page:
         self.blocks = [Block(*parts) for parts in found]
 
     @property
+    def prose(self) -> str:
+        """All but the fences."""
+        return re.sub(r"^```.*?^```$", "", self.text, flags=re.MULTILINE | re.DOTALL)
+
+    @property
     def scripts(self) -> dict[str, str]:
         """The files that the page shows."""
         return {block.title: block.text for block in self.blocks if block.language == "python"}

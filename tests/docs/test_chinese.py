@@ -46,6 +46,13 @@ def test_the_blocks_and_sections_are_the_same(pages: tuple[Page, Page]) -> None:
     assert ours == theirs
 
 
+def test_commands_are_those_of_the_english_page(pages: tuple[Page, Page]) -> None:
+    def commands(page: Page) -> set[str]:
+        return {line.split("  #")[0].strip() for line in page.prose.splitlines() if line.startswith("    ")}
+
+    assert commands(pages[0]) <= commands(pages[1])
+
+
 def test_characters_and_words_are_those_of_taiwan(pages: tuple[Page, Page]) -> None:
     text = pages[0].text
     unknown = {c for c in text if "\u4e00" <= c <= "\u9fff" and not c.encode("big5", "ignore")}
@@ -55,7 +62,7 @@ def test_characters_and_words_are_those_of_taiwan(pages: tuple[Page, Page]) -> N
 
 @pytest.mark.parametrize("term", TERMS)
 def test_a_term_comes_with_its_english_word_first(pages: tuple[Page, Page], term: str) -> None:
-    prose = re.sub(r"^```.*?^```$", "", pages[0].text, flags=re.MULTILINE | re.DOTALL)
+    prose = pages[0].prose
     assert prose[prose.index(term) :].startswith(f"{term}（{TERMS[term]}")
 
 
