@@ -79,7 +79,7 @@ class Activity:
 
 
 class _During(AbstractContextManager[None]):
-    """Written out, since it is entered several times a step: a generator would take five times as long."""
+    """Written out, since it is entered several times a step: a generator takes twice as long."""
 
     __slots__ = ("_activity", "_after", "_phase")
 
