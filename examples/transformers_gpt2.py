@@ -1,6 +1,8 @@
 """GPT-2 (or Llama: argument `llama`) of transformers, with random weights, learns the source text of Python.
 
 evenstep run --processes 2 examples/transformers_gpt2.py llama
+
+What differs from a script for one process is marked.
 """
 
 import sys
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-import evenstep
+import evenstep  # evenstep
 
 source = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py")))
 texts = [torch.tensor(list(text[:128])) for text in source.split(b"\n\n") if len(text) > 16]
@@ -24,16 +26,19 @@ def collate(texts: list[Tensor]) -> dict[str, Tensor]:
 
 
 def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    n = (batch["labels"][:, 1:] != -100).sum()  # the model predicts the next token
-    return model(**batch).loss * n, n  # it returns a mean: times n is the sum
+    n = (batch["labels"][:, 1:] != -100).sum()  # evenstep: the model predicts the next token
+    return model(**batch).loss * n, n  # evenstep: it returns a mean, times n is the sum
 
 
-run = evenstep.start(global_batch=16, micro_batch=4, seed=0)
+run = evenstep.start(global_batch=16, micro_batch=4, seed=0)  # evenstep
 llama = LlamaConfig(**sizes, intermediate_size=128, attention_dropout=0.1, tie_word_embeddings=True, eos_token_id=0)
-model = run.prepare(LlamaForCausalLM(llama) if "llama" in sys.argv else GPT2LMHeadModel(GPT2Config(**sizes)))
+model = run.prepare(
+    LlamaForCausalLM(llama) if "llama" in sys.argv else GPT2LMHeadModel(GPT2Config(**sizes))
+)  # evenstep
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-run.restore(model=model, optimizer=optimizer)
-for step in run.steps(texts, steps=int(sys.argv[-1]) if sys.argv[-1].isdecimal() else 100, collate=collate):
-    run.log(loss=step.backward(loss_fn).loss)
+run.restore(model=model, optimizer=optimizer)  # evenstep
+limit = int(sys.argv[-1]) if sys.argv[-1].isdecimal() else 100
+for step in run.steps(texts, steps=limit, collate=collate):  # evenstep
+    run.log(loss=step.backward(loss_fn).loss)  # evenstep
     optimizer.step()
     optimizer.zero_grad()

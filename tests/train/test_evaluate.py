@@ -120,12 +120,25 @@ def test_a_metric_may_be_missing_in_some_micro_batches() -> None:
             assert found == {"all": 1.0, "late": 33.5}
 
 
+def test_a_loss_function_with_metrics_will_do() -> None:
+    def loss_fn(batch: Any) -> Any:
+        return batch[0].sum(), 2 * len(batch[0]), {"first": (batch[0][:, 0].sum(), len(batch[0]))}
+
+    def pairs(batch: Any) -> Any:
+        total, weight, metrics = loss_fn(batch)
+        return {"loss": (total, weight), **metrics}
+
+    expected = evaluate(DATA, pairs, [], **arguments(Meeting(0, 1)))
+    assert evaluate(DATA, loss_fn, [], **arguments(Meeting(0, 1))) == expected
+
+
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
         (lambda b: b[0].sum(), r"a tensor of shape \(\), expected \(sum over the samples, weight\)"),
         (lambda b: (b[0], 4), r"a tensor of shape \(4, 5\) where a number was expected"),
         (lambda b: (1, 2, 3), "a tuple of 3"),
+        (lambda b: (1, 2, {"loss": (1, 2)}), "a metric that is called loss"),
         (lambda b: {"a": 0.5}, "'a' returned float"),
         (lambda b: (1.0, 0), r"the total weight that <lambda> returned is 0.0"),
         (lambda b: {"a": (1.0, float("nan"))}, "the total weight of 'a'"),

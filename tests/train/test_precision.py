@@ -322,7 +322,7 @@ def test_torchs_scaler_is_refused_with_what_to_do(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r'GradScaler.*\n.*precision="fp16"'):
             scaler.step(optimizer)
         unused.step(optimizer)
-        loop.close()  # type: ignore[attr-defined]
+        loop.close()
 
 
 def test_autocast_in_the_loss_function_works_as_before(tmp_path: Path) -> None:

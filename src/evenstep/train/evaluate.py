@@ -64,9 +64,9 @@ def evaluate(
 ) -> float | dict[str, float]:
     """The mean of `fn` over `data`: a number, or {name: number}, equal on every process and layout.
 
-    `fn(*models, batch)` returns (sum over the samples, weight), or {name: (sum, weight)}. Models are in eval mode
-    without gradients; afterwards each module is in the mode that it was in. `fn` is called inside `computing()`.
-    `lanes`: into how many a stream is cut.
+    `fn(*models, batch)` returns (sum over the samples, weight), or {name: (sum, weight)}, or what a loss function with
+    metrics returns, of which the first becomes "loss". Models are in eval mode without gradients; afterwards each
+    module is in the mode that it was in. `fn` is called inside `computing()`. `lanes`: into how many a stream is cut.
     """
     passes = _Passes(
         "evaluate", data, fn, models, micro_batch, randomness, meeting, grid or Grid(meeting.world_size), lockstep,
@@ -292,6 +292,10 @@ def _was_met(error: BaseException) -> bool:
 
 def _pairs(returned: Any, where: str) -> dict[str, tuple[Any, Any]]:
     """{name: (sum, weight)} from what the user's function returned; each a number, or a tensor of one element."""
+    if isinstance(returned, (tuple, list)) and len(returned) == 3 and isinstance(returned[2], Mapping):
+        if "loss" in returned[2]:
+            raise UsageError(f"{where} has a metric that is called loss", do="give it another name: the first item is")
+        returned = {"loss": returned[:2], **returned[2]}
     if isinstance(returned, Mapping):
         return {str(name): _pair(value, f"{where}, {name!r}") for name, value in returned.items()}
     return {_ALONE: _pair(returned, where)}

@@ -386,7 +386,8 @@ class Run:
         """The mean of `fn` over a data set or a stream (its epoch 0), each sample once on any layout.
 
         `fn(*models, batch)` returns (sum over samples, weight), or a dict {name: (sum, weight)}; the result is a
-        number, or a dict of numbers. Models are in eval mode, without gradients. They default to all prepared ones.
+        number, or a dict of numbers. A loss function will do: with metrics the dict has its mean as "loss" beside them.
+        Models are in eval mode, without gradients. They default to all prepared ones.
         """
         with self._activity.during(EVALUATING):
             return evaluate(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from evenstep.train.gradients import LeftGradients
 from evenstep.train.layout import Layout
 from evenstep.train.lockstep import HANDED_OVER
 from evenstep.train.loss import (
+    FORM,
     Evaluated,
     Leaf,
     LossFn,
@@ -98,6 +99,14 @@ class Step:
         self.gradients: LeftGradients | None = None  # where a process has a part of the model
         self.look_before: Callable[[Sequence[nn.Module]], None] | None = None  # at the models, before the first call
         self._cut(plan)
+
+    def __iter__(self) -> NoReturn:
+        """UsageError: `for inputs, labels in steps` is how one loops over a DataLoader."""
+        raise UsageError(
+            f"step {self.number} was taken for a batch: it is an optimizer step, and which process reads what of its "
+            "global batch is up to evenstep",
+            do=f"write `for step in steps:` and a function of one micro-batch\n\n        {FORM}",
+        )
 
     def _cut(self, plan: Plan) -> None:
         """Into micro-batches, of which this process has some."""

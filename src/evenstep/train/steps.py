@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType
@@ -47,7 +47,27 @@ class Steps:
     def __len__(self) -> int:
         return len(self.schedule)
 
-    def __iter__(self) -> Iterator[Step]:
+    def by_epoch(self) -> Iterator[tuple[int, Iterator[Step]]]:
+        """The same steps in two loops: (epoch from 0, the steps of it that are left).
+
+            for epoch, steps_of_epoch in steps.by_epoch():
+                for step in steps_of_epoch:
+                    ...
+                accuracy = run.evaluate(test_set, correct_fn)
+
+        What stands behind the inner loop still belongs to the epoch's last step, and comes before its checkpoint.
+        UsageError where the inner loop is left before the epoch's end and the outer one goes on.
+        """
+        steps = iter(self)
+        try:
+            for step in steps:
+                left = _Epoch(step, steps, self.schedule.total)
+                yield step.epoch, iter(left)
+                left.refuse_rest()
+        finally:
+            steps.close()
+
+    def __iter__(self) -> Generator[Step]:
         if self._begun:
             raise UsageError(
                 "run.steps was looped over twice", do="one run has one loop: give it more epochs= or steps="
@@ -55,7 +75,7 @@ class Steps:
         self._begun = True
         return self._steps(self._loop.begin())
 
-    def _steps(self, first: int) -> Iterator[Step]:
+    def _steps(self, first: int) -> Generator[Step]:
         with self._loop.turns(first) as turns:
             for plan, batches in turns:
                 step = self._loop.step(plan, batches)
@@ -67,6 +87,30 @@ class Steps:
                 step._close()
                 self._loop.after(plan, step)
         self._loop.finish()
+
+
+class _Epoch:
+    """The steps of one epoch, from `step` on. The last of them stays open: only the outer loop asks for the next."""
+
+    def __init__(self, step: Step, steps: Iterator[Step], total: int | None) -> None:
+        self._step, self._steps, self._total = step, steps, total
+
+    def __iter__(self) -> Iterator[Step]:
+        yield self._step
+        while not self._is_last():
+            self._step = next(self._steps)
+            yield self._step
+
+    def refuse_rest(self) -> None:
+        if not self._is_last():
+            raise UsageError(
+                f"the inner loop was left in step {self._step.number}, before the end of epoch {self._step.epoch}, "
+                "and the outer loop goes on",
+                do="break the outer loop too, or end the run earlier: run.steps(data, steps=1000)",
+            )
+
+    def _is_last(self) -> bool:
+        return self._step.ends_epoch or self._step.number + 1 == self._total
 
 
 def _left_by_break() -> bool:
