@@ -70,6 +70,9 @@ def test_help_names_what_run_takes(tmp_path: Path) -> None:
         assert option in text
 
 
+NODE_0 = ["run", "--nodes", "2", "--node-rank", "0", "--master-port", "1234", "--master-addr"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -77,12 +80,17 @@ def test_help_names_what_run_takes(tmp_path: Path) -> None:
         (["run", "--processes", "0", "a.py"], ["0 is too few", "at least 1"]),
         (["run", "--processes", "-2", "a.py"], ["-2 is too few"]),
         (["run", "--processes", "many", "a.py"], ["'many' is neither a number"]),
+        (["run", "--processes", "²", "a.py"], ["'²' is neither a number"]),
+        (["run", "--processes", "1000000", "a.py"], ["1000000 processes on one host take 3000064 open files"]),
         (["run", "--global-batch", "0", "a.py"], ["--global-batch", "0"]),
         (["run", "--seed", "-1", "a.py"], ["--seed"]),
         (["run", "--backend", "carrier-pigeon", "a.py"], ["carrier-pigeon", "gloo"]),
         (["run", "--no-such-option", "a.py"], ["--no-such-option"]),
         (["run", "--nnodes=2", "a.py"], ["--nodes 2 needs --node-rank, --master-addr, --master-port", "what to do"]),
         (["run", "--nnodes", "4:1", "a.py"], ["'4:1' is no number of hosts"]),
+        (["run", "--nnodes", "²", "a.py"], ["'²' is no number of hosts"]),
+        ([*NODE_0, "", "a.py"], ["--master-addr '' is no address"]),
+        ([*NODE_0, "a..b", "a.py"], ["--master-addr 'a..b' is no address"]),
         (["run", "--node_rank=1", "a.py"], ["--nodes was not given", "--nodes 2"]),
         (["run", "--nodes", "1", "--node-rank", "1", "a.py"], ["--nodes is 1", "--nodes 2"]),
         (["run", "--rdzv_endpoint=h:1", "a.py"], ["--rdzv-endpoint is not needed", "--master-addr"]),

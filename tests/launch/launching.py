@@ -72,6 +72,24 @@ def clean_environ(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**kept, **(env or {})}
 
 
+def installed_package(folder: Path, name: str, text: str) -> dict[str, str]:
+    """A package in a site-packages folder; the environment that makes it importable."""
+    base = folder / "base"
+    env = clean_environ({"PYTHONUSERBASE": str(base)})
+    code = "import site; print(site.getusersitepackages())"
+    place = Path(
+        subprocess.run([sys.executable, "-c", code], env=env, check=True, stdout=subprocess.PIPE)
+        .stdout.decode()
+        .strip()
+    )
+    assert place.is_relative_to(base)
+    write_script(place, text, f"{name}/__init__.py")
+    return {
+        "PYTHONUSERBASE": str(base),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(place), os.environ.get("PYTHONPATH")))),
+    }
+
+
 def command(*words: object) -> list[str]:
     return [str(Path(sys.executable).parent / "evenstep"), *map(str, words)]
 

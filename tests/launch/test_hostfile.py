@@ -18,11 +18,11 @@ from evenstep.launch.remote import Host, parse_hosts, read_hostfile
 def test_hosts_and_files_of_hosts(tmp_path: Path) -> None:
     assert parse_hosts("a:4, root@b,") == [Host("a", 4), Host("root@b", None)]
     file = tmp_path / "hosts"
-    file.write_text("# two\na:4\n\nb 2  # slots\nc slots=3\nd\n")
+    file.write_text("\ufeffa:4\r\n# two\n\nb 2  # slots\nc slots=3 max_slots=8\nd\n")
     assert read_hostfile(file) == [Host("a", 4), Host("b", 2), Host("c", 3), Host("d", None)]
 
 
-@pytest.mark.parametrize("text", ["", "a:0", "a:x", "-oProxyCommand=x", "a,a:2", "a b"])
+@pytest.mark.parametrize("text", ["", "a:0", "a:x", "-oProxyCommand=x", "a,a:2", "a b", "fe80::1"])
 def test_what_is_no_host(text: str) -> None:
     with pytest.raises(UsageError):
         parse_hosts(text)
@@ -31,6 +31,9 @@ def test_what_is_no_host(text: str) -> None:
 def test_a_file_of_hosts_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read the host file"):
         read_hostfile(tmp_path / "none")
+    (tmp_path / "bad").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="bad is no text"):
+        read_hostfile(tmp_path / "bad")
     (tmp_path / "bad").write_text("a\na\n")
     with pytest.raises(UsageError, match="a stands twice"):
         read_hostfile(tmp_path / "bad")

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from evenstep.record.activity import Doing, read_activity
 from evenstep.record.events import read_events
 from evenstep.record.paths import RunPaths
 from tests.hosts import Command, Hosts, hosts, needs_hosts
-from tests.launch.launching import command, evenstep, eventually, write_script
+from tests.launch.launching import command, evenstep, eventually, installed_package, write_script
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +48,13 @@ def two() -> Iterator[Hosts]:
 
 
 def start(
-    made: Hosts, folder: Path, node: int, *words: object, count: int = 2, processes: int = 1, token: str = "a secret"
-) -> Command:
+    made: Hosts, folder: Path, node: int, *words: object, count: int = 2, processes: int = 1, token: str = "a secret",
+    env: Mapping[str, str] | None = None,
+) -> Command:  # fmt: skip
     return made.start(
         node + 1, *command("run"), "--nodes", count, "--node-rank", node, "--master-addr", made.address(1),
-        "--master-port", 1234, "--processes", processes, *words, folder=folder, env={"EVENSTEP_TOKEN": token},
+        "--master-port", 1234, "--processes", processes, *words, folder=folder,
+        env={"EVENSTEP_TOKEN": token, **(env or {})},
     )  # fmt: skip
 
 
@@ -218,6 +220,30 @@ def test_a_taken_port_and_a_wrong_address(tmp_path: Path) -> None:
     result = evenstep(tmp_path, *words, "192.0.2.1", "--master-port", port, "script.py", 1, 0)
     assert (result.code, "192.0.2.1 is not an address of this host" in result.err) == (2, True), result
     assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_waits_for_a_host_that_is_still_importing(two: Hosts, tmp_path: Path, number: int) -> None:
+    env = installed_package(tmp_path, "slow", "import os, time; time.sleep(float(os.environ.get('SLOW', '0')))")
+    write_script(tmp_path, "import slow, time\ntime.sleep(600)")
+    words = ("--run", "run", "script.py")
+    commands = [
+        start(two, tmp_path, 0, *words, processes=2, env={**env, "SLOW": "300"}),
+        start(two, tmp_path, 1, *words, env=env),
+    ]
+    assert eventually(lambda: bool(two.find(2, "python script.py")))
+    began = time.monotonic()
+    if number == signal.SIGKILL:
+        kill(two.find(2, "python script.py"), number)
+    else:
+        kill(launcher(two, 1), number)
+    first, second = (one.wait() for one in commands)
+    assert time.monotonic() - began < 20  # and not 300
+    assert two.pids(1) == two.pids(2) == []
+    if number == signal.SIGKILL:
+        assert (first.code, "the run failed on host2 (node 1): rank 2 was killed by SIGKILL" in first.err) == (1, True)
+    else:
+        assert (first.code, "host1 (node 0): its launcher was stopped" in second.err) == (130, True), second
 
 
 def test_a_second_signal_ends_all_at_once(two: Hosts, tmp_path: Path) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from evenstep.environment import read_settings, read_world
-from tests.launch.launching import clean_environ, evenstep, launched, run, write_script
+from tests.launch.launching import evenstep, installed_package, launched, run, write_script
 
 TELL_ENVIRONMENT = """
     import json, os, sys
@@ -228,18 +226,3 @@ def test_variable_that_an_import_sets_reaches_the_processes(tmp_path: Path) -> N
     env = installed_package(tmp_path, "setter", "import os; os.environ['SET_BY_IMPORT'] = 'yes'")
     script = write_script(tmp_path, "import os, setter; print(os.environ['SET_BY_IMPORT'])")
     assert run(tmp_path, "--processes", 2, script, env=env).out == "yes\n"
-
-
-def installed_package(folder: Path, name: str, text: str) -> dict[str, str]:
-    """A package in a site-packages folder; the environment that makes it importable."""
-    base = folder / "base"
-    env = clean_environ({"PYTHONUSERBASE": str(base)})
-    code = "import site; print(site.getusersitepackages())"
-    place = Path(
-        subprocess.run([sys.executable, "-c", code], env=env, check=True, stdout=subprocess.PIPE)
-        .stdout.decode()
-        .strip()
-    )
-    assert place.is_relative_to(base)
-    write_script(place, text, f"{name}/__init__.py")
-    return {"PYTHONUSERBASE": str(base), "PYTHONPATH": str(place)}

@@ -26,7 +26,7 @@ def _processes(ctx: click.Context, param: click.Parameter, value: str | None) ->
     """A number from 1, or torchrun's words."""
     if value is None or value in preflight.PROCESS_WORDS:
         return value
-    if value.lstrip("-").isdigit():
+    if value.lstrip("-").isdecimal():
         if int(value) >= 1:
             return int(value)
         raise click.BadParameter(f"{value} is too few: at least 1 process is needed", ctx, param)
@@ -55,7 +55,7 @@ def _nodes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
         return None
     least, colon, most = value.partition(":")
     most = most if colon else least
-    if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
         raise click.BadParameter(f"{value!r} is no number of hosts; write N, or MIN:MAX", ctx, param)
     return int(least), int(most)
 

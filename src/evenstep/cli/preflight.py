@@ -184,6 +184,12 @@ def nodes(
             do="on the first host: --node-rank 0 --master-addr ITS-ADDRESS --master-port PORT; on the others the same "
             "with --node-rank 1, 2, ...",
         )
+    try:
+        possible = bool(address.strip()) and bool(address.encode("idna"))
+    except UnicodeError:
+        possible = False
+    if not possible:
+        raise UsageError(f"--master-addr {address!r} is no address and no name", do="give node 0's address")
     return Nodes(count, rank, address, port, os.environ.get(TOKEN, ""), patience, least or count)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import secrets
 import selectors
 import shlex
@@ -209,6 +210,7 @@ def run_part(
             held = (_lock(paths),)
             stack.callback(os.close, held[0])
         stack.push(lambda kind, error, trace: _take_back_refused(error, paths, made))
+        _see_descriptors(part.processes)
         _prepare_logs(paths, part.ranks)
         logs = [Log(paths.log(rank), f"rank {rank} of {part.world_size}: {script}", say) for rank in part.ranks]
         for log in logs:
@@ -315,7 +317,10 @@ class _Launch:
     def _on_fault(self, fault: Fault) -> None:
         """In the link's thread: the run has failed somewhere."""
         self._felled = True
-        self._command(fail=True)
+        if self._started:
+            self._command(fail=True)
+        elif self._server is not None:
+            self._server.kill()  # it is importing, which can take long
 
     def _on_order(self, order: Mapping[str, Any]) -> None:
         """In the link's thread: the launcher that started this one was told to stop."""
@@ -375,6 +380,9 @@ class _Launch:
         if self._job.processes == 1:
             environment = {**self._job.environment, LAUNCH: self._job.tag}
         try:
+            while self._warm is not None and not self._warm.wait(_TICK):
+                if self._is_over:
+                    return events_end
             if self._warm is not None and self._warm.refusal() is None:
                 self._server = self._warm.start(job, events, sorted(outputs), self._job.held)
             else:
@@ -390,9 +398,14 @@ class _Launch:
         finally:
             for descriptor in {job, events, *outputs}:
                 os.close(descriptor)
-        if self._signal is not None:
+        if self._is_over:
             self._server.kill()
         return events_end
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether this host is to end whatever it has begun."""
+        return self._felled or self._signal is not None
 
     def _follow(self, events_end: int) -> None:
         """Carry output and take in events until the fork server is done, then what is left in the pipes."""
@@ -522,7 +535,7 @@ class _Launch:
         if self._done or self._refusal is not None:
             return None
         self._sweep()
-        if self._signal is not None:
+        if self._signal is not None or (self._felled and not self._started):
             return None
         return Exit(0, code, stopped=False, time=time.time()).describe()
 
@@ -573,6 +586,17 @@ def _lock(paths: RunPaths) -> int:
             time.sleep(0.05)
         except OSError:
             return descriptor  # a file system without locks
+
+
+def _see_descriptors(processes: int) -> None:
+    """Each process's log and both ends of its output are open here."""
+    wanted = 3 * processes + 64
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        raise UsageError(
+            f"{processes} processes on one host take {wanted} open files, and {limit} are allowed",
+            do=f"start fewer, or allow more: ulimit -n {wanted}",
+        )
 
 
 def _prepare_logs(paths: RunPaths, ranks: range) -> None:

@@ -33,6 +33,7 @@ SILENCE = 4.0  # seconds without any after which a host is lost; a flap of two s
 _SAY_AFTER = 2.0  # seconds after which it is said what is waited for, and then every so often
 _SAY_EVERY = 15.0
 _LIKELIER = 0.5  # seconds in which a likelier cause than a peer's end may still be told
+_BUSY = 10.0  # seconds for node 0 to end one start of a run and come to the next
 _TELL = 5.0  # seconds in which node 0 is told of a mistake
 _UNPROVEN = 64  # connections that may be open without having proved themselves
 _SUSPECT = 1.0  # seconds of silence after which another launcher of the same host is believed to replace it
@@ -799,7 +800,7 @@ class Calling:
             self.interface = sock.getsockname()[0]
             return socket_line(sock)
         except SilentError as error:
-            if not self._again:
+            if not self._again and time.monotonic() > self._began + _BUSY:
                 raise self._refused(error) from error
             why = str(error)
         except StrangerError as error:

@@ -70,14 +70,16 @@ def parse_hosts(text: str) -> list[Host]:
 def read_hostfile(path: Path) -> list[Host]:
     """A line a host: `a:4`, `a 4` or, as for mpirun, `a slots=4`; # begins a comment."""
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the host file {path}: {error}") from error
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read the host file {path}: {error.strerror}", do="see its name") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the host file {path} is no text: {error}", do="write a line a host, as in a:4") from error
     hosts = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if words:
-            rest = [re.sub(r"^slots=", "", word) for word in words[1:]]
+            rest = [re.sub(r"^slots=", "", word) for word in words[1:] if not re.match("max[-_]slots=", word)]
             hosts.append(_host(":".join([words[0], *rest]), f"{path}, line {number}"))
     return _checked(hosts, str(path))
 
@@ -85,13 +87,16 @@ def read_hostfile(path: Path) -> list[Host]:
 def _host(text: str, where: str) -> Host:
     match = re.fullmatch(r"([^\s:,]+|\[[0-9a-fA-F:]+\])(?::(\d+))?", text)
     if match is None or match[1].startswith("-") or match[2] == "0":
-        raise UsageError(f"{text!r} (in {where}) is no host", do="write host:processes, as in a:4,b:4, or user@host:4")
+        raise UsageError(
+            f"{text!r} (in {where!r}) is no host",
+            do="write host:processes, as in a:4,b:4, or user@host:4; an IPv6 address in brackets, as in [fd00::1]:4",
+        )
     return Host(match[1].strip("[]"), None if match[2] is None else int(match[2]))
 
 
 def _checked(hosts: list[Host], where: str) -> list[Host]:
     if not hosts:
-        raise UsageError(f"there is no host in {where}", do="write host:processes, as in a:4,b:4")
+        raise UsageError(f"there is no host in {where!r}", do="write host:processes, as in a:4,b:4")
     names = [host.name for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

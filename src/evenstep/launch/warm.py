@@ -63,6 +63,10 @@ class Warm:
         _warm.add(self._process.pid)
         self._said: dict[str, object] | None = None
 
+    def wait(self, seconds: float) -> bool:
+        """Whether it has imported all, within so many seconds."""
+        return self._said is not None or bool(select.select([self._socket], [], [], seconds)[0])
+
     def refusal(self) -> str | None:
         """Why it cannot be forked, so that every start must import for itself; None if it can."""
         said = self._hello()
