@@ -258,6 +258,17 @@ def test_a_stream_that_is_not_the_same_again_is_named_at_a_resume(tmp_path: Path
         train(tmp_path, stream)
 
 
+def test_a_stream_that_changed_is_named_at_a_resume_between_epochs(tmp_path: Path) -> None:
+    train(tmp_path, STREAM, STEPS)
+
+    def make(lane: int, lanes: int, epoch: int) -> Iterator[tuple[Tensor, int]]:
+        return ((torch.zeros(4), k) for k in range(LENGTHS[lane]))
+
+    make.__qualname__ = "make"
+    with pytest.raises(IdentityError, match=r"made with a stream of first samples=\w+, now it is \w+: the rest"):
+        train(tmp_path, evenstep.stream(make, block=4))
+
+
 def of_rank() -> str:
     """Each process has another stream."""
     rank = int(__import__("os").environ["RANK"])
@@ -402,8 +413,25 @@ def test_lanes_that_begin_alike_are_refused(tmp_path: Path) -> None:
     records = [(torch.full((4,), float(k)), k) for k in range(40)]
     with pytest.raises(UsageError, match=r"lanes 0 and 1 of the stream begin with the same samples(.|\n)*islice"):
         train(tmp_path / "a", evenstep.stream(lambda lane, lanes, epoch: iter(records)))
+    with pytest.raises(UsageError, match="lanes 0 and 1 of the stream begin with the same samples"):
+        train(tmp_path / "c", evenstep.stream(lambda lane, lanes, epoch: iter(records), block=2))  # < micro_batch
     same = evenstep.stream(lambda lane, lanes, epoch: itertools.repeat((torch.ones(4), 1), 5))
     assert len(train(tmp_path / "b", same)[0]) == 6  # all alike: made up
+
+
+def test_lanes_that_begin_alike_are_refused_in_an_evaluation_too(tmp_path: Path) -> None:
+    """...though each process reads one lane only."""
+
+    def body() -> None:
+        with training_run(tmp_path, global_batch=4, micro_batch=2) as run:
+            run.prepare(net())
+            alike = evenstep.stream(lambda lane, lanes, epoch: [(torch.full((4,), float(k)), k) for k in range(9)])
+            with pytest.raises(UsageError, match="lanes 0 and 1 of the stream begin with the same samples"):
+                run.evaluate(alike, lambda model, batch: (batch[1].sum(), 1))
+            with pytest.raises(UsageError, match="lanes 0 and 1 of the stream begin with the same samples"):
+                run.predict(alike, lambda model, batch: batch[1])
+
+    run_ranks(body, 2)
 
 
 def test_one_object_that_changes_is_refused(tmp_path: Path) -> None:
@@ -415,6 +443,31 @@ def test_one_object_that_changes_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match=r"lane 0 of the stream hands out one object again and again"):
         train(tmp_path, evenstep.stream(again))
+
+
+def test_what_cannot_be_read_at_the_start_is_named_on_every_process(tmp_path: Path) -> None:
+    def torn(lane: int, lanes: int, epoch: int) -> Iterator[tuple[Tensor, int]]:
+        yield torch.randn(4), lane
+        if __import__("os").environ["RANK"] == "1":
+            raise OSError("torn")
+
+    def body() -> str:
+        with pytest.raises((DataError, PeerFailed)) as caught:
+            train(tmp_path, evenstep.stream(torn))
+        return f"{type(caught.value).__name__}: {caught.value.message}"
+
+    told = "record 1 of lane 0 (epoch 0) could not be read: OSError: torn (on rank 1)"
+    assert run_ranks(body, 2) == [f"PeerFailed: rank 1: {told}", f"DataError: {told}"]
+
+
+def test_a_collate_function_that_fails_is_named(tmp_path: Path) -> None:
+    with training_run(tmp_path / "a", **BATCH) as run:
+        run.prepare(net())
+        with pytest.raises(UsageError, match="collate=3, expected a function"):
+            run.steps(STREAM, epochs=1, collate=3)  # type: ignore[arg-type]
+        with pytest.raises(DataError, match=r"lane 0 from sample 0 of epoch 0 on could not be collated: ZeroDivision"):
+            next(iter(run.steps(STREAM, epochs=1, collate=lambda samples: 1 / 0)))
+        run._close(failed=True)
 
 
 @pytest.mark.parametrize("loaders", [0, 2])

@@ -126,6 +126,28 @@ def test_files_that_changed_are_named_and_so_are_torn_records(tmp_path: Path) ->
         list(lane_of(stream, 1, 5).take(9))
 
 
+def test_a_file_that_is_torn_or_none_of_its_kind_is_named(tmp_path: Path) -> None:
+    whole = Path(tar(tmp_path)[0]).read_bytes()
+    with tarfile.open(tmp_path / "0.tar") as archive:
+        second = archive.getmembers()[2].offset  # of the second sample
+    torn = {
+        "a.tar": (
+            whole[: second + 300],
+            rf"record \d: ValueError: there is no member of a tar file at byte {second}, nor",
+        ),
+        "b.tar": (whole[:second], "nor its end: it is torn"),  # tarfile takes both for the end
+        "c.tar": (b"text" * 1000, "record 0: ReadError"),
+        "d.parquet": (b"PAR1" * 10, "record 0: ArrowInvalid"),
+        "e.jsonl.gz": (b'{"n": 1}', "record 0: BadGzipFile"),
+    }
+    for name, (content, words) in torn.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{tmp_path / name}, {words}" if "record" in words else words):
+            list(lane_of(evenstep.stream(tmp_path / name), 0, 1).take(99))
+    with pytest.raises(ValueError, match=r"record 0: ValueError: it has no column m, but n"):
+        list(lane_of(evenstep.stream(parquet(tmp_path)[:1], columns=["m"]), 0, 1).take(1))
+
+
 def test_what_files_cannot_be_is_said(tmp_path: Path) -> None:
     paths = text(tmp_path)
     refused = {
@@ -134,6 +156,7 @@ def test_what_files_cannot_be_is_said(tmp_path: Path) -> None:
         "cannot be read: No such file": [tmp_path / "missing.txt"],
         "no file is like": str(tmp_path / "*.tar"),
         "is an empty list": [],
+        "is a folder, expected files": [tmp_path],
         "expected a function make": 3,
         "which does not say what one lane of it is": torch.utils.data.ChainDataset([]),
     }
@@ -146,6 +169,9 @@ def test_what_files_cannot_be_is_said(tmp_path: Path) -> None:
         evenstep.stream(paths, columns=["n"])
     with pytest.raises(UsageError, match="share=True is for files"):
         evenstep.stream(lambda lane, lanes, epoch: [], share=True)
+    with pytest.raises(UsageError, match=r"columns='n', expected a list"):
+        evenstep.stream(paths, columns="n")
+    assert evenstep.stream([str(tmp_path / "*.txt")]).source.about() == evenstep.stream(paths).source.about()
     assert evenstep.stream(str(tmp_path / "*.txt")).source.about() == evenstep.stream(paths).source.about()
     with pytest.raises(UsageError) as caught:
         evenstep.stream(paths).source.notes(8)

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from evenstep.errors import UsageError
 from evenstep.plan.grid import Grid
 from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule
 from evenstep.train.batch import pinned
 from evenstep.train.loading import LoaderGone, Loading
 from evenstep.train.randomness import kept_generators
-from evenstep.train.samples import Collate, Failure, MicroBatch, Samples, Task, data_error, epoch_error
+from evenstep.train.samples import Collate, Failure, MicroBatch, Samples, Task, check_reading, data_error, epoch_error
 
 _WINDOW = 2048  # positions whose indices are computed at a time: most of the cost of a few of them is the call
 
@@ -64,10 +63,7 @@ class Reader:
         set_epoch: bool = True,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        if type(loaders) is not int or loaders < 0:
-            raise UsageError(f"loaders={loaders!r}, expected a number of loader processes, 0 or more")
-        if collate is not None and not callable(collate):
-            raise UsageError(f"collate={collate!r}, expected a function list of samples -> batch")
+        check_reading(collate, loaders)
         self._samples = Samples(data, collate, seed, set_epoch=set_epoch)
         self._tasks: Iterator[Task] = _tasks(order, micro_batches)
         self._rank, self._seed, self._pin = rank, seed, pin

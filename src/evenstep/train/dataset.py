@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,12 @@ def checked_dataset(data: Any, name: str = "data") -> Any:
         raise UsageError(
             f"{name} is a {type(data).__name__}, which is indexed by column, expected samples numbered 0..len-1",
             do='give frame.to_dict("records"), or a data set whose __getitem__ reads frame.iloc[index]',
+        )
+    if isinstance(data, Iterator) or inspect.isroutine(data):
+        raise UsageError(
+            f"{name} is a {type(data).__name__}, expected a data set: it has no length and no sample number i",
+            do="give evenstep.stream(make), where make(lane, lanes, epoch) returns an iterator over the records of one "
+            "lane; or list(data) if it is small",
         )
     try:
         length = len(data)

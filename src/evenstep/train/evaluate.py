@@ -38,6 +38,7 @@ from evenstep.train.randomness import Randomness, key
 from evenstep.train.samples import Collate, MicroBatch
 from evenstep.train.state import decode_tree, encode_tree
 from evenstep.train.stream import Stream
+from evenstep.train.streaming import refuse_alike
 
 Pair = tuple[float, float]
 Computing = Callable[[], AbstractContextManager[object]]
@@ -82,14 +83,15 @@ def evaluate(
         passes.run(take)
         values = [(i, {name: (float(s), float(w)) for name, (s, w) in pairs.items()}) for i, pairs in found]
         if isinstance(data, Stream):
-            return json.dumps(sums_of_lanes(values)).encode()
+            return json.dumps([sums_of_lanes(values), passes.beginnings]).encode()
         mine = passes.grid.leaves(passes.count, meeting.rank)
-        return json.dumps(_parts([pairs for _, pairs in values], mine)).encode()
+        return json.dumps([_parts([pairs for _, pairs in values], mine), {}]).encode()
 
-    answers = _together(meeting, "evaluate", passes.signature, work)
+    answers = [json.loads(answer) for answer in _together(meeting, "evaluate", passes.signature, work)]
+    refuse_alike(begun for _, begun in answers)
     parts: dict[str, dict[Node, Pair]] = {}
-    for answer in answers:
-        for name, level, index, total, weight in json.loads(answer):
+    for rows, _ in answers:
+        for name, level, index, total, weight in rows:
             parts.setdefault(name, {})[Node(level, index)] = (total, weight)
     means = {name: _mean(name, of_name, passes.count, fn) for name, of_name in parts.items()}
     if len(means) > 1 and _ALONE in means:
@@ -143,13 +145,13 @@ def predict(
 
         passes.run(take)
         outputs = [outputs[k] for k in sorted(range(len(order)), key=order.__getitem__)]  # lane by lane
-        return encode_tree(
-            [forms[0], _lists(_joined(outputs), lambda entries: [packed(entries)])] if outputs else ["", None]
-        )
+        form, joined = (forms[0], _joined(outputs)) if outputs else ("", None)
+        return encode_tree([form, _lists(joined, lambda entries: [packed(entries)]), passes.beginnings])
 
     answers = _together(meeting, "predict", passes.signature, work)
     found = [(rank, *decode_tree(answer)) for rank, answer in enumerate(answers)]
-    outputs = [(rank, form, _lists(output, lambda held: unpacked(held[0]))) for rank, form, output in found if form]
+    refuse_alike(begun for *_, begun in found)
+    outputs = [(rank, form, _lists(output, lambda held: unpacked(held[0]))) for rank, form, output, _ in found if form]
     for rank, form, _ in outputs[1:]:
         if form != outputs[0][1]:
             raise _ragged(f"{_name(fn)} returned {outputs[0][1]} on rank 0", f"{form} on rank {rank}")
@@ -177,6 +179,7 @@ class _Passes:
     lanes: Lanes | None
 
     def __post_init__(self) -> None:
+        self.beginnings: dict[str, str] = {}  # of the lanes of a stream that this process has read
         if isinstance(self.data, Stream):
             self.lanes = self.lanes or Lanes(self.micro_batch, self.micro_batch)
             self.count, self.signature = self.lanes.count, f"a stream of {self.lanes.count} lanes"
@@ -197,7 +200,7 @@ class _Passes:
         """Hands to `take` what `fn` returns for each micro-batch."""
         if isinstance(self.data, Stream):
             assert self.lanes is not None
-            run_over_lanes(
+            self.beginnings = run_over_lanes(
                 self.data,
                 self.lanes,
                 self.fn,

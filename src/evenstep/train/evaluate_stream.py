@@ -13,7 +13,6 @@ from evenstep.plan.grid import Grid
 from evenstep.plan.lanes import Lanes
 from evenstep.plan.tree import tree_sum
 from evenstep.train.batch import to_device
-from evenstep.train.lane import Mark
 from evenstep.train.lane_reader import Found, LaneReader, LaneSamples
 from evenstep.train.lockstep import Alone, Lockstep
 from evenstep.train.loss import evaluating
@@ -21,7 +20,7 @@ from evenstep.train.meeting import Meeting, call_site
 from evenstep.train.randomness import Randomness, key
 from evenstep.train.samples import Collate, MicroBatch
 from evenstep.train.stream import Stream
-from evenstep.train.streaming import refuse_alike
+from evenstep.train.streaming import beginnings
 
 Pair = tuple[float, float]
 
@@ -44,8 +43,9 @@ def run_over_lanes(
     collate: Collate | None,
     loaders: int,
     computing: Callable[[], AbstractContextManager[object]],
-) -> None:
+) -> dict[str, str]:
     """Hands to `take` what `fn` returns for each micro-batch of this process's lanes, of which index is the lane.
+    Returns the `beginnings` of these, which are to be compared with the other processes'.
 
     How long a lane is, nobody knows before: so the processes that hold a model together agree before each turn on how
     many passes it has, and on whether one of them has failed."""
@@ -58,11 +58,13 @@ def run_over_lanes(
     reader = LaneReader(samples, lanes, mine, seed=seed, rank=meeting.rank, loaders=loaders, pin=pin)
     try:
         failed: Exception | None = None
+        begun: dict[str, str] = {}
         turn = 0
         while True:
             read: dict[int, tuple[Found, Any]] = {}
             try:
                 read = {} if failed else _read(reader, turn)
+                begun.update(beginnings({lane: found for lane, (found, _) in read.items()}))
             except Exception as error:
                 failed = error
             said = {"passes": len(read), "failed": failed is not None}
@@ -89,16 +91,13 @@ def run_over_lanes(
             turn += 1
         if failed is not None:
             raise failed
+        return begun
     finally:
         reader.close()
 
 
 def _read(reader: LaneReader, turn: int) -> dict[int, tuple[Found, Any]]:
-    read = {lane: (found, batch) for lane, (found, batch) in reader.read(0, turn).items() if found.size}
-    if turn == 0:
-        marks: Mapping[int, Mark] = {lane: found.mark for lane, (found, _) in read.items() if found.mark is not None}
-        refuse_alike(marks)
-    return read
+    return {lane: (found, batch) for lane, (found, batch) in reader.read(0, turn).items() if found.size}
 
 
 def sums_of_lanes(values: Sequence[tuple[int, Mapping[str, Pair]]]) -> list[tuple[str, int, int, float, float]]:

@@ -86,6 +86,7 @@ class Lane:
         self._order: list[int] = []
         self._taken = 0  # of this block
         self.mark: Mark | None = None  # of this block
+        self.beginning: Mark | None = None  # of block 0, if that was read
         self.again: Again | None = None
         known = mark if mark is not None and mark.block <= start // stream.block else None
         self._open(known)
@@ -140,6 +141,8 @@ class Lane:
             self._read_on(records, size)
         self._refuse_same_object(records[: len(digests)], digests)
         self.mark = _mark(self._first // size, digests, self._state)
+        if not self._first:
+            self.beginning = self.mark
         self._records, self._taken = records, 0
         if self._shuffle:
             block = self._first // size

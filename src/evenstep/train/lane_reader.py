@@ -18,7 +18,7 @@ from evenstep.train.data import say_of_rank, say_on_stderr
 from evenstep.train.lane import Again, Lane, Mark
 from evenstep.train.loading import LoaderGone, Loading
 from evenstep.train.randomness import kept_generators, key, seed_generators
-from evenstep.train.samples import Collate, Failure, LoaderTraceback
+from evenstep.train.samples import Collate, Failure, LoaderTraceback, check_reading
 from evenstep.train.stream import Stream
 
 
@@ -45,12 +45,13 @@ class LaneTask:
 @dataclass(frozen=True)
 class Found:
     """What was found of a task: how many samples, whether more come after them, where the block begins that the lane is
-    in, and what it took to come here."""
+    in, what it took to come here, and with the first samples of a lane its beginning."""
 
     size: int
     more: bool
     mark: Mark | None = None
     again: Again | None = None
+    beginning: Mark | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class LaneSamples:
         ended: Sequence[int],
     ) -> None:
         """`marks` and `ended` (lanes that have ended) are of `epoch`."""
+        check_reading(collate, 0)
         self.data, self._lanes, self._seed, self._shuffle = stream, lanes, seed, shuffle
         self._collate: Collate = default_collate if collate is None else collate
         self._own_collate = collate is not None
@@ -107,7 +109,7 @@ class LaneSamples:
         except EvenstepError as error:
             return LaneFailed(error.message, error.do, isinstance(error, UsageError), None)
         except Exception as error:
-            return _failed(error, task, self.at[0], keep_error)
+            return failed(error, task, self.at[0], keep_error)
 
     def _read(self, task: LaneTask) -> tuple[Found, Any]:
         lane = self._lane(task)
@@ -119,7 +121,7 @@ class LaneSamples:
         more = lane.more()
         self.at[0] = -1
         again, lane.again = lane.again, None
-        found = Found(len(samples), more, lane.mark, again)
+        found = Found(len(samples), more, lane.mark, again, None if task.start else lane.beginning)
         if not more:
             self._ended[task.lane] = task.epoch
             self._close(task.lane)
@@ -127,7 +129,10 @@ class LaneSamples:
             return found, None
         if self._own_collate:
             seed_generators(key(self._seed, "collate", task.epoch, task.turn, task.lane))
-        return found, self._collate(samples)
+        try:
+            return found, self._collate(samples)
+        except Exception as error:
+            raise CollateFailed(error) from error
 
     def close(self) -> None:
         """Close what is open."""
@@ -160,17 +165,26 @@ class LaneSamples:
         return lane
 
 
-def _failed(error: Exception, task: LaneTask, offset: int, keep_error: bool) -> LaneFailed:
+class CollateFailed(Exception):
+    """What collate raised is its argument."""
+
+
+def failed(error: Exception, task: LaneTask, offset: int, keep_error: bool) -> LaneFailed:
+    """What is told of an error of the user's code; `offset` as `LaneSamples.at`."""
+    what = "could not be read"
+    do = "the traceback above is from the stream's own code; mend the record, or leave it out there"
+    if isinstance(error, CollateFailed):
+        error, what = error.args[0], "could not be collated"
+        do = "the traceback above is from the collate function"
     if error.__traceback__ is not None:
         error = error.with_traceback(error.__traceback__.tb_next)  # from the user's own frame on
     where = task.name(offset)
     cause: BaseException = error
     if not keep_error:
         cause = LoaderTraceback("".join(traceback.format_exception(error)))
-    do = "the traceback above is from the stream's own code; mend the record, or leave it out there"
     if "stack expects" in str(error) or "equal size" in str(error):
         do = "samples of different sizes need a collate= that pads them"
-    return LaneFailed(f"{where} could not be read: {type(error).__name__}: {error}", do, False, cause)
+    return LaneFailed(f"{where} {what}: {type(error).__name__}: {error}", do, False, cause)
 
 
 class LaneReader:
@@ -190,8 +204,7 @@ class LaneReader:
         prefetch: int = 2,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        if type(loaders) is not int or loaders < 0:
-            raise UsageError(f"loaders={loaders!r}, expected a number of loader processes, 0 or more")
+        check_reading(None, loaders)
         self._samples, self._lanes, self._mine = samples, lanes, mine
         self._seed, self._rank, self._pin, self._prefetch = seed, rank, pin, prefetch
         self._count = min(loaders, len(mine))

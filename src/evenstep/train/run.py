@@ -51,7 +51,7 @@ from evenstep.train.orders import choose_order, numbers
 from evenstep.train.precision import Precision
 from evenstep.train.progress import plan_lines
 from evenstep.train.randomness import Randomness, key
-from evenstep.train.samples import Collate, MicroBatch, probe
+from evenstep.train.samples import Collate, MicroBatch, check_reading, probe
 from evenstep.train.statistics import needs_several
 from evenstep.train.step import Step
 from evenstep.train.steps import Loop, Steps, Turns
@@ -221,9 +221,11 @@ class Run:
         if isinstance(data, Stream):
             given = {"order": order, "weights": weights, "lengths": lengths, "num_samples": num_samples}
             refuse_with_stream(self._options, **given, drop_last=drop_last or None)
+            check_reading(collate, loaders)
             lanes = Lanes(self._options.global_batch, self._micro_batch())
             return self._stream_steps(data, LaneSchedule(lanes, epochs, steps), shuffle, collate, loaders)
         checked_dataset(data)
+        check_reading(collate, loaders)
         options = self._options
         chosen = choose_order(
             data,

@@ -65,6 +65,14 @@ class Failure:
     error: BaseException | None
 
 
+def check_reading(collate: object, loaders: object) -> None:
+    """UsageError for arguments that a reader cannot work with."""
+    if type(loaders) is not int or loaders < 0:
+        raise UsageError(f"loaders={loaders!r}, expected a number of loader processes, 0 or more")
+    if collate is not None and not callable(collate):
+        raise UsageError(f"collate={collate!r}, expected a function list of samples -> batch")
+
+
 class LoaderTraceback(Exception):
     """The traceback of an exception in a loader process, as text."""
 

@@ -270,8 +270,9 @@ class _Layer:
             raise UsageError(
                 f"{where} gives {self.name or 'the model'} (a {type(self.module).__name__}) one value per channel, "
                 "which has no variance (torch: Expected more than 1 value per channel when training)",
-                do="leave out a last step with a single sample: run.steps(..., drop_last=True); or choose a global "
-                "batch and a micro-batch that leave no micro-batch of one sample",
+                do="choose a global batch and a micro-batch that leave no micro-batch of one sample; or leave out what "
+                "does not fill a global batch, run.steps(..., drop_last=True) (in a stream: the last sample of a lane, "
+                "in make(lane, lanes, epoch)); or take nn.GroupNorm",
             )
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

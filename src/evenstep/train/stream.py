@@ -79,9 +79,10 @@ def stream(
     source: a function make(lane, lanes, epoch) that returns an iterator over the records of one lane: each record of
         the epoch in one lane. It is called again in each epoch, and after a resume, and must then give the same. An
         iterator (or iterable) with state_dict and load_state_dict goes on from where it was; another is read again.
-        Or files: a list of paths, or a pattern ("data/*.jsonl"), whose records are lines of text (.txt, str), JSON
-        lines (.jsonl), rows (.parquet: dicts; needs pyarrow), or samples of a tar file as webdataset writes them (.tar:
-        dicts of bytes by suffix, and "__key__"); .gz behind it is understood. Or an IterableDataset of Hugging Face.
+        Or files: a path, a pattern ("data/*.jsonl"), or a list of these, whose records are lines of text (.txt, str),
+        JSON lines (.jsonl), rows (.parquet: dicts; needs pyarrow), or samples of a tar file as webdataset writes them
+        (.tar: dicts of bytes by suffix, and "__key__"); .gz behind it is understood. Or an IterableDataset of Hugging
+        Face.
     transform: record -> sample, with keyed generators (decoding, augmentation). What is skipped is not transformed.
     block: records are read, and shuffled, so many at a time in each lane; a resume re-reads up to two blocks of a lane.
     share: where there are fewer files than lanes, several lanes read one file, and take turns at its records.
@@ -101,6 +102,8 @@ def _source(source: Any, share: bool, format: str | None, columns: Sequence[str]
     if all(isinstance(path, (str, os.PathLike)) for path in paths):
         from evenstep.train.stream_files import Files
 
+        if isinstance(columns, str):
+            raise UsageError(f"columns={columns!r}, expected a list of names", do=f"columns=[{columns!r}]")
         return Files(_paths(source), format, share, None if columns is None else tuple(columns))
     for name, given in (("format", format), ("columns", columns)):
         if given is not None:
@@ -127,12 +130,19 @@ def _source(source: Any, share: bool, format: str | None, columns: Sequence[str]
 
 
 def _paths(source: Any) -> list[str]:
-    if isinstance(source, (str, os.PathLike)):
-        name = os.fspath(source)
-        found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name]
-        if not found:
-            raise UsageError(f"no file is like {name!r}", do="check the pattern, and the folder it starts from")
-        return found
-    if not source:
+    names = [source] if isinstance(source, (str, os.PathLike)) else source
+    if not names:
         raise UsageError("the stream is an empty list of files", do="give at least one path")
-    return [os.fspath(path) for path in source]
+    return [path for name in names for path in _like(os.fspath(name))]
+
+
+def _like(name: str) -> list[str]:
+    """The files that a path, or a pattern, means."""
+    if os.path.isdir(name):
+        raise UsageError(f"{name} is a folder, expected files", do=f"give a pattern of what is in it: {name}/*.jsonl")
+    if not glob.has_magic(name) or os.path.exists(name):
+        return [name]
+    found = sorted(glob.glob(name, recursive=True))
+    if not found:
+        raise UsageError(f"no file is like {name!r}", do="check the pattern, and the folder it starts from")
+    return found

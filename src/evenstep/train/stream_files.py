@@ -89,7 +89,7 @@ def share_out(files: int, lanes: int, share: bool, what: str) -> list[str]:
             "have nothing to read",
             do=f"write it as {lanes} {what} or more, best a multiple of that; or take fewer lanes, by a larger "
             f"micro_batch (global_batch / micro_batch = {lanes}); or evenstep.stream(..., share=True): several lanes "
-            f"read one, each takes every {most}th record, and so each is read {most} times in all",
+            f"read one and take turns at its records, and so each is read {most} times in all",
         )
     if files < lanes:
         uneven = "" if lanes % files == 0 else f", some by {most - 1}: lanes end at different steps"
@@ -114,13 +114,12 @@ class FilesOfLane(Iterator[Any]):
     def __next__(self) -> Any:
         while self._piece < len(self._mine):
             piece = self._mine[self._piece]
-            if self._reader is None:
-                self._reader = self._files.reader(piece.file, self._at)
-            there = True
-            while there and self._number % piece.parts != piece.part:
-                there = self._guarded(self._reader.skip)
-                self._number += 1
-            record = self._guarded(self._reader.read) if there else END
+            try:
+                record = self._record(piece)
+            except Exception as error:
+                self.close()
+                path = self._files.paths[piece.file]
+                raise ValueError(f"{path}, record {self._number}: {type(error).__name__}: {error}") from error
             if record is not END:
                 self._number += 1
                 return record
@@ -128,12 +127,15 @@ class FilesOfLane(Iterator[Any]):
             self._piece, self._number, self._at = self._piece + 1, 0, None
         raise StopIteration
 
-    def _guarded(self, read: Any) -> Any:
-        try:
-            return read()
-        except Exception as error:
-            path = self._files.paths[self._mine[self._piece].file]
-            raise ValueError(f"{path}, record {self._number}: {type(error).__name__}: {error}") from error
+    def _record(self, piece: Piece) -> Any:
+        """The next one of this lane in the file, or END."""
+        if self._reader is None:
+            self._reader = self._files.reader(piece.file, self._at)
+        while self._number % piece.parts != piece.part:
+            if not self._reader.skip():
+                return END
+            self._number += 1
+        return self._reader.read()
 
     def close(self) -> None:
         if self._reader is not None:
@@ -221,6 +223,11 @@ class Parquet(Reader):
     def __init__(self, path: str, at: Any, columns: Sequence[str] | None) -> None:
         self._file = _parquet().ParquetFile(path)
         self._columns = columns
+        names = self._file.schema_arrow.names
+        missing = [name for name in columns or () if name not in names and name.partition(".")[0] not in names]
+        if missing:  # pyarrow would leave them out
+            self._file.close()
+            raise ValueError(f"it has no column {', '.join(missing)}, but {', '.join(names)}")
         self._group: int = at[0] if at else 0  # of the next record
         self._row: int = at[1] if at else 0
         self._rows: list[Any] = []
@@ -267,8 +274,12 @@ class Tar(Reader):
         self._file = _open(path)
         if at:
             self._file.seek(at)
-        self._tar = tarfile.open(fileobj=self._file, mode="r:")  # what is compressed is opened as such
-        self._member = self._advance()
+        try:
+            self._tar = tarfile.open(fileobj=self._file, mode="r:")  # what is compressed is opened as such
+            self._member = self._advance()
+        except Exception:
+            self._file.close()
+            raise
 
     @property
     def at(self) -> int:
@@ -305,8 +316,18 @@ class Tar(Reader):
         while True:
             member = self._tar.next()
             self._tar.members.clear()  # type: ignore[attr-defined]  # a large file has many
-            if member is None or (member.isfile() and _TAR_NAME.fullmatch(member.name)):
+            if member is None:
+                self._refuse_torn()
+                return None
+            if member.isfile() and _TAR_NAME.fullmatch(member.name):
                 return member
+
+    def _refuse_torn(self) -> None:
+        """ValueError where the file does not end as tar files do, with zeros: all else is an end for tarfile, too."""
+        self._file.seek(self._tar.offset)
+        block = self._file.read(tarfile.BLOCKSIZE)
+        if len(block) < tarfile.BLOCKSIZE or any(block):
+            raise ValueError(f"there is no member of a tar file at byte {self._tar.offset}, nor its end: it is torn")
 
 
 _READERS: dict[str, type[Reader]] = {"text": Text, "jsonl": JsonLines, "parquet": Parquet, "tar": Tar}

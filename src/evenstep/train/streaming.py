@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from evenstep.errors import EvenstepError, IdentityError, PeerFailed, UsageError
+from evenstep.errors import DataError, EvenstepError, IdentityError, PeerFailed, UsageError
 from evenstep.plan.grid import Grid
 from evenstep.plan.lanes import LaneSchedule, LaneStep, Place
 from evenstep.train.lane import BEGINNING, Lane, Mark
-from evenstep.train.lane_reader import Found, LaneReader, LaneSamples
+from evenstep.train.lane_reader import Found, LaneReader, LaneSamples, LaneTask, failed
 from evenstep.train.meeting import Meeting
 from evenstep.train.options import Options
 from evenstep.train.randomness import kept_generators
@@ -48,6 +48,7 @@ class Streaming:
         self._marks: dict[int, Mark] = {}  # of all lanes that have not, as far as they have been read
         self._saved: dict[str, Any] = {}
         self._after = self._place  # the steps that are done
+        self._first = ""  # a hash of the first samples of lane 0, once they have been read
 
     # ---- before the loop
 
@@ -56,7 +57,7 @@ class Streaming:
         said: dict[str, Any] = {"failed": None}
         error: EvenstepError | None = None
         try:
-            first = [self._beginning(), self._beginning()]
+            first = [self._hash_of_beginning(), self._hash_of_beginning()]
             if first[0] != first[1]:
                 error = UsageError(
                     "the stream does not give the same samples again: lane 0 of epoch 0 was begun twice, and the hash "
@@ -65,7 +66,8 @@ class Streaming:
                     "what it lists, draw from the global generators of torch, numpy and random, which are keyed, or "
                     "seed others from `epoch`",
                 )
-            said = {"failed": None if error is None else error.message, **self._identity(), "first": first[0]}
+            self._first = first[0]
+            said = {"failed": None if error is None else error.message, **self._identity()}
         except EvenstepError as caught:
             error, said = caught, {"failed": caught.message}
         answers = self._meeting.say("run.steps", said, site="")
@@ -73,7 +75,7 @@ class Streaming:
             raise error
         for rank, answer in enumerate(answers):
             if answer["failed"] is not None:
-                raise UsageError(f"rank {rank}: {answer['failed']}", do="see its log")
+                raise PeerFailed(f"rank {rank}: {answer['failed']}", do=f"see the log of rank {rank}")
             if answer != answers[0]:
                 raise UsageError(
                     f"rank {rank} has {answer}, rank 0 has {answers[0]}: the stream is not the same on all processes",
@@ -81,13 +83,19 @@ class Streaming:
                     "has; give a shuffle of its own a seed",
                 )
 
-    def _beginning(self) -> str:
-        """A hash of the first records of lane 0."""
-        stream = Stream(self.stream.source, BEGINNING)
-        with kept_generators():
-            lane = Lane(stream, 0, self.schedule.lanes.count, 0, seed=self._seed, shuffle=False)
-            next(lane.take(1), None)
-            lane.close()
+    def _hash_of_beginning(self) -> str:
+        """Of the first records of lane 0."""
+        stream, at = Stream(self.stream.source, BEGINNING), [-1]
+        try:
+            with kept_generators():
+                lane = Lane(stream, 0, self.schedule.lanes.count, 0, seed=self._seed, shuffle=False, at=at)
+                next(lane.take(1), None)
+                lane.close()
+        except EvenstepError:
+            raise
+        except Exception as error:
+            told = failed(error, LaneTask(0, 0, 0, 0), at[0], keep_error=True)
+            raise DataError(f"{told.message} (on rank {self._meeting.rank})", do=told.do) from told.error
         return lane.mark.hash if lane.mark is not None else "none"
 
     def _identity(self) -> dict[str, Any]:
@@ -96,6 +104,7 @@ class Streaming:
             "lanes": self.schedule.lanes.count,
             "block": self.stream.block,
             "shuffle": self._shuffle,
+            "first samples": self._first,
         }
 
     def go_on(self, about: Mapping[str, Any], done: int, cursor: int) -> None:
@@ -211,6 +220,8 @@ class Streaming:
             error = caught
         said: dict[str, Any] = {"failed": None if error is None else f"{type(error).__name__}: {error}"}
         said["lanes"] = {lane: self._news(lane, found) for lane, (found, _) in read.items()}
+        if place == Place():
+            said["beginnings"] = beginnings({lane: found for lane, (found, _) in read.items()})
         answers = self._meeting.say("run.steps, its next batch", said, signature=f"step {place.number}", site="")
         if error is not None:
             raise error
@@ -224,8 +235,8 @@ class Streaming:
         for lane, (_, _, mark) in lanes.items():
             if mark is not None:
                 self._marks[lane] = Mark(*mark)
-        if not place.turn and not place.epoch:
-            refuse_alike(self._marks)
+        if place == Place():
+            refuse_alike(answer["beginnings"] for answer in answers)
         return read, {lane: (size, more) for lane, (size, more, _) in lanes.items()}
 
     def _news(self, lane: int, found: Found) -> list[Any]:
@@ -295,17 +306,25 @@ def refuse_with_stream(options: Options, **given: object) -> None:
         )
 
 
-def refuse_alike(marks: Mapping[int, Mark]) -> None:
-    """UsageError where two lanes begin with the same samples, unless these are all the same."""
+def beginnings(read: Mapping[int, Found]) -> dict[str, str]:
+    """By lane, the hashes of the first samples, where these are not all the same."""
+    return {
+        str(lane): found.beginning.hash
+        for lane, found in read.items()
+        if found.beginning is not None and found.beginning.hash and not found.beginning.alike
+    }
+
+
+def refuse_alike(found: Iterable[Mapping[str, str]]) -> None:
+    """UsageError where two lanes begin with the same samples. `found`: the `beginnings` of all processes."""
     seen: dict[str, int] = {}
-    for lane, mark in sorted(marks.items()):
-        if mark.block or not mark.hash or mark.alike:
-            continue
-        if mark.hash in seen:
+    by_lane = {int(lane): beginning for part in found for lane, beginning in part.items()}
+    for lane, beginning in sorted(by_lane.items()):
+        if beginning in seen:
             raise UsageError(
-                f"lanes {seen[mark.hash]} and {lane} of the stream begin with the same samples: each sample would be "
+                f"lanes {seen[beginning]} and {lane} of the stream begin with the same samples: each sample would be "
                 "read several times",
                 do="let make(lane, lanes, epoch) read a part of its own in each lane: files[lane::lanes], or "
-                "itertools.islice(records, lane, None, lanes)",
+                "itertools.islice(records, lane, None, lanes); of files: is one there twice?",
             )
-        seen[mark.hash] = lane
+        seen[beginning] = lane
