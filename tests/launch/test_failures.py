@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from evenstep.errors import MismatchError, PeerFailed
-from evenstep.launch.failures import Exit, Uncaught, first_failure, is_secondary, read_uncaught, write_uncaught
+from evenstep.launch.failures import (
+    Exit,
+    Failure,
+    Uncaught,
+    ended_before,
+    first_failure,
+    is_secondary,
+    read_uncaught,
+    write_uncaught,
+)
 
 
 def ended(rank: int, code: int, time: float, *, stopped: bool = False) -> Exit:
@@ -96,3 +105,11 @@ def test_record_round_trip_and_damage(tmp_path: Path) -> None:
 
 def test_unknown_signal_has_its_number() -> None:
     assert "signal 63" in ended(0, -63, 1.0).describe()
+
+
+def test_who_had_ended_before_a_consequence() -> None:
+    exits = [ended(1, 0, 1.0), ended(0, 1, 2.0), ended(2, 0, 3.0)]
+    assert ended_before(exits, Failure(exits[1], raised(0, 1.5, secondary=True))) == (
+        "rank 1 had ended before, with exit code 0"
+    )
+    assert ended_before(exits, Failure(exits[1], raised(0, 1.5))) == ""

@@ -147,6 +147,14 @@ def launcher(made: Hosts, host: int) -> list[int]:
     return made.find(host, "evenstep run", "--node-rank")[-1:]
 
 
+def test_a_process_that_leaves_early_is_named(two: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT + "        if run.rank == 1 and step.number == 4: __import__('os')._exit(0)\n")
+    commands = [start(two, tmp_path, node, "--run", "run", "script.py", 40, 0.05) for node in (0, 1)]
+    for result in (one.wait() for one in commands):
+        assert (result.code, "rank 0 failed: evenstep.errors.PeerFailed" in result.err) == (1, True), result
+        assert "the processes of host2 (node 1) had ended before, with exit code 0" in result.err
+
+
 LOST = "nothing was heard from it for 4 s"
 # What to do to which host, and what the other is to say of it.
 FAULTS: dict[str, tuple[Callable[[Hosts], None], int, str]] = {

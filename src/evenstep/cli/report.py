@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from evenstep.cli import exits
-from evenstep.launch.failures import Failure
+from evenstep.launch.failures import Failure, ended_before
 from evenstep.launch.local import Outcome
 from evenstep.launch.nodes import Fault, doing_text
 from evenstep.launch.restarts import Verdict
@@ -46,6 +46,9 @@ def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], verdict: V
     frozen = failure.exit.rank in outcome.frozen
     shown = failure.exit.rank == 0 or show_all
     _tell_cause(failure, paths.log(failure.exit.rank), start, shown=shown, frozen=frozen)
+    before = ended_before(outcome.exits, failure) if fault is None else fault.before
+    if before:
+        say(before)
     if len(outcome.exits) > 1 or fault is not None:
         say("the other processes were stopped")
     error = failure.uncaught
@@ -83,6 +86,8 @@ def _tell_fault(fault: Fault) -> None:
     rank = "" if fault.rank is None else f"rank {fault.rank} "
     node = f" (node {fault.node})" if fault.node >= 0 else ""
     say(f"the run failed on {fault.host}{node}: {rank}{fault.what}")
+    if fault.before:
+        say(fault.before)
     if fault.doing:
         say(fault.doing)
 

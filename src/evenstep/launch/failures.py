@@ -147,6 +147,15 @@ def first_failure(exits: Iterable[Exit], uncaught: Iterable[Uncaught]) -> Failur
     return min(alike, key=lambda one: one.exit.rank)
 
 
+def ended_before(exits: Iterable[Exit], failure: Failure) -> str:
+    """Who had ended well before a failure that looks like the consequence of another's end; "" for others."""
+    if failure.uncaught is None or not failure.uncaught.secondary:
+        return ""
+    ranks = sorted(one.rank for one in exits if one.code == 0 and one.time < failure.exit.time)
+    some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {some} had ended before, with exit code 0" if ranks else ""
+
+
 def _what(failure: Failure) -> tuple[str, str] | None:
     return None if failure.uncaught is None else (failure.uncaught.type, failure.uncaught.message)
 

@@ -22,7 +22,15 @@ from evenstep.environment import LAUNCH, TOKEN, Settings, write_settings
 from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.interfaces import interface_of
 from evenstep.launch import fork_server, kinship
-from evenstep.launch.failures import Exit, Failure, Uncaught, error_path, first_failure, read_uncaught
+from evenstep.launch.failures import (
+    Exit,
+    Failure,
+    Uncaught,
+    ended_before,
+    error_path,
+    first_failure,
+    read_uncaught,
+)
 from evenstep.launch.job import Job, to_json
 from evenstep.launch.nodes import Fault, Link, Spoke, Start, doing_text
 from evenstep.launch.output import Log, Stream, open_streams, resize
@@ -333,7 +341,16 @@ class _Launch:
         seen = {rank: read_activity(paths.activity(rank)) for rank in self._job.ranks}
         return {rank: doing for rank, doing in seen.items() if doing is not None}
 
-    def _tell(self, rank: int, what: str, *, code: int = 1, secondary: bool = False, lasting: bool = False) -> None:
+    def _tell(
+        self,
+        rank: int,
+        what: str,
+        *,
+        code: int = 1,
+        secondary: bool = False,
+        lasting: bool = False,
+        before: str = "",
+    ) -> None:
         if self._link is None:
             return
         doing = read_activity(self._job.paths().activity(rank))
@@ -349,6 +366,7 @@ class _Launch:
                 lasting=lasting,
                 doing="" if doing is None else doing_text({rank: doing}),
                 step=failed_step(doing, foreign=self._foreign),
+                before=before,
             )
         )
 
@@ -449,6 +467,7 @@ class _Launch:
                     code=1 if error is None else error.exit_code,
                     secondary=error is not None and error.secondary,
                     lasting=Failure(one, error).lasting,
+                    before=ended_before(self._exits, Failure(one, error)),
                 )
             self._events.emit("exit", of_rank=event["rank"], code=event["code"], stopped=event["stopped"])
         elif kind == "started":
@@ -514,7 +533,7 @@ class _Launch:
 
     def _command(self, **command: object) -> None:
         if self._started and self._server is not None and self._server.stdin is not None:
-            with suppress(OSError):
+            with suppress(OSError, ValueError):  # it is gone, and its pipe may be closed
                 os.write(self._server.stdin.fileno(), json.dumps(command).encode() + b"\n")
 
     def _sweep(self) -> None:

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from evenstep.errors import EvenstepError, MachineError, UsageError
@@ -92,6 +92,7 @@ class Fault:
     lasting: bool = False  # the same command would meet it again
     doing: str = ""  # what it was doing last: "rank 1 was in step 12, computing gradients"
     step: int | None = None  # in which it came; 0: before the first
+    before: str = ""  # who had ended well before, where it looks like a consequence
 
     @property
     def stopped(self) -> bool:
@@ -404,7 +405,7 @@ class Hub(Link):
                 if not member.done and now - member.line.heard > SILENCE:
                     self._lost(member, _SILENT)
             if self._suspect is not None and now > self._suspect[0]:
-                self._failed(self._suspect[1])
+                self._failed(self._after_others(self._suspect[1]))
             if until is not None:
                 continue
             if self._closing and self.fault is None:
@@ -550,6 +551,17 @@ class Hub(Link):
             self._failed(fault)
         elif self._suspect is None:
             self._suspect = time.monotonic() + _LIKELIER, fault
+
+    def _after_others(self, fault: Fault) -> Fault:
+        """A failure that is the consequence of another's end, with the hosts on which all had ended by then."""
+        done = [member.about for member in self._members.values() if member.done]
+        if self._own is not None and self._own_done:
+            done.append(self._own)
+        names = ", ".join(f"{about.host} (node {about.node})" for about in done[:8])
+        if not names:
+            return fault
+        said = f"the processes of {names}{', ...' if len(done) > 8 else ''} had ended before, with exit code 0"
+        return replace(fault, before="; ".join(filter(None, (fault.before, said))))
 
     def _lost(self, member: Member, what: str) -> None:
         fault = lost(member.about.node, member.about.host, what, member.doing)
