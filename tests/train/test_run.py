@@ -369,6 +369,32 @@ def test_logged_values_go_everywhere(tmp_path: Path) -> None:
     assert list((tmp_path / "run/tensorboard").iterdir())
 
 
+def test_a_tracker_hears_again_what_was_logged_before_the_resume(tmp_path: Path) -> None:
+    def train(stop: int | None = None) -> list[tuple[int, float]]:
+        heard: list[tuple[int, float]] = []
+        with training_run(tmp_path / "run", global_batch=6, checkpoint_every=2) as run:
+            model = run.prepare(nn.Linear(2, 3))
+            steps = run.steps(DATA, epochs=2)
+            with pytest.raises(UsageError, match=r"before run\.restore"):
+                run.on_log(print, replay=True)
+            run.restore(model=model)
+            run.on_log(lambda step, values: heard.append((step, values["loss"])), replay=True)
+            for step in steps:
+                result = step.backward(loss_fn)
+                model.zero_grad()
+                run.log(loss=result.loss)
+                if step.number == stop:
+                    raise RuntimeError("stop")
+        return heard
+
+    with pytest.raises(RuntimeError, match="stop"):
+        train(stop=4)
+    heard = train()
+    assert [step for step, _ in heard] == list(range(1, 9))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert heard == [(row["step"], row["values"]["loss"]) for row in rows]
+
+
 # ---- what is refused, before any step
 
 

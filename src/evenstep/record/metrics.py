@@ -43,6 +43,10 @@ class MetricsWriter:
                 self._csv_is_stale = not self._csv.append(_row([step, epoch, *map(values.get, self._columns)]))
         self._curves.write(step, values)
 
+    def rows(self, step: int) -> list[dict[str, Any]]:
+        """What has been written, by this process or others before it, up to `step`."""
+        return [row for row in read_metrics(self._paths.metrics_jsonl) if row["step"] <= step]
+
     def cut(self, step: int) -> None:
         """Drop the rows of steps after `step`: training goes on there, and will write them again.
 

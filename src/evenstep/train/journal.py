@@ -50,8 +50,12 @@ class Journal:
         else:
             print(text, file=sys.stderr, flush=True)
 
-    def listen(self, listener: Listener) -> None:
-        """Call `listener(step, values)` for whatever is logged from now on."""
+    def listen(self, listener: Listener, replay: int | None) -> None:
+        """Call `listener(step, values)` for whatever is logged from now on; before that, with `replay`, for what has
+        been logged up to that step."""
+        if self._metrics is not None and replay is not None:
+            for row in self._metrics.rows(replay):
+                listener(row["step"], row["values"])
         self._listeners.append(listener)
 
     def log(self, step: int, epoch: int, values: Mapping[str, float | torch.Tensor]) -> None:

@@ -373,9 +373,18 @@ class Run:
         step = self._open_step[0].number + 1 if self._open_step else self._done
         self._journal.log(step, self._epoch, values)
 
-    def on_log(self, listener: Callable[[int, Mapping[str, float]], None]) -> None:
-        """Call `listener(step, values)` on rank 0 for every `run.log`: for trackers of other makes."""
-        self._journal.listen(listener)
+    def on_log(self, listener: Callable[[int, Mapping[str, float]], None], *, replay: bool = False) -> None:
+        """Call `listener(step, values)` on rank 0 for every `run.log`: for trackers of other makes.
+
+        `replay`: first for what was logged before a resume, up to the step that it goes on from: what a tracker had
+        not written when its process was killed. UsageError before `run.restore`, which finds that step.
+        """
+        if replay and not self._restored:
+            raise UsageError(
+                "run.on_log(replay=True) was called before run.restore",
+                do="call it after run.restore, which finds the step that the run goes on from",
+            )
+        self._journal.listen(listener, self._done if replay else None)
 
     def evaluate(
         self,

@@ -1,0 +1,72 @@
+"""docs/moving.md: the diff that it shows is that of two scripts, which run; one and two processes, one fingerprint."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import sklearn.datasets  # noqa: F401  # it sets environment variables, once
+import torch.utils.tensorboard  # noqa: F401  # once, before the forks
+
+from evenstep.record.paths import RunPaths
+from tests.ranks import run_ranks
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+PAGE = (DOCS / "moving.md").read_text()
+BEFORE, AFTER = DOCS / "moving" / "before.py", DOCS / "moving" / "after.py"
+NEWCOMER = 12  # lines at most, of a script of about sixty
+
+
+def test_the_page_shows_what_changes_and_it_is_little() -> None:
+    before, after = BEFORE.read_text().splitlines(), AFTER.read_text().splitlines()
+    diff = list(difflib.unified_diff(before, after, BEFORE.name, AFTER.name, lineterm="", n=2))
+    (shown,) = re.findall(r"```diff\n(.*?)\n```", PAGE, re.DOTALL)
+    assert shown.splitlines() == diff
+    new = [line for line in diff[2:] if line.startswith("+")]
+    gone = [line for line in diff[2:] if line.startswith("-")]
+    assert f"of {len(before)} lines" in PAGE
+    assert f"{len(new)} lines are new or\nchanged, {len(gone)} go" in PAGE
+    assert len(before) >= 60
+    assert len(new) <= NEWCOMER
+    for kept in ("evaluate", "CosineAnnealingLR", "add_scalar", "torch.save", "load_state_dict"):
+        assert kept in BEFORE.read_text(), "the script has what a script has"
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([\w./-]+)\)", PAGE)
+    assert links
+    assert [link for link in links if not (DOCS / link).exists()] == []
+
+
+def test_the_script_before_trains_and_goes_on(tmp_path: Path) -> None:
+    def train() -> list[bool]:
+        os.chdir(tmp_path)
+        runs = [runpy.run_path(str(BEFORE)), runpy.run_path(str(BEFORE))]
+        assert runs[1]["first"] == runs[1]["EPOCHS"]
+        return ["accuracy" in names for names in runs]
+
+    assert run_ranks(train, 1) == [[True, False]]
+
+
+def test_the_script_after_is_the_same_on_two_processes_and_goes_on(tmp_path: Path) -> None:
+    def train(directory: Path) -> str:
+        os.environ["EVENSTEP_RUN"] = str(directory)
+        names = runpy.run_path(str(AFTER))
+        names["run"].close()
+        assert names["accuracy"] > 0.9
+        found: str = json.loads(RunPaths(directory).finished.read_text())["fingerprint"]
+        return found
+
+    def cut() -> None:
+        os.environ["EVENSTEP_STOP_AFTER"] = "50"
+        with pytest.raises(SystemExit):
+            train(tmp_path / "two")
+
+    (alone,) = run_ranks(train, 1, tmp_path / "one")
+    run_ranks(cut, 2)
+    assert run_ranks(train, 2, tmp_path / "two") == [alone, alone]
