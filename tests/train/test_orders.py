@@ -126,11 +126,25 @@ def test_a_function_that_is_none_of_the_epoch_is_refused(in_place: bool) -> None
         ({"weights": [1] * 9 + [float("nan")]}, r"weights\[9\] is nan"),
         ({"weights": [0] * 10}, "sum of weights= is 0.0"),
         ({"weights": ["a"] * 10}, "expected numbers"),
+        ({"weights": ["1"] * 10}, "expected numbers"),
+        ({"weights": [1j] * 10}, "expected numbers"),
+        ({"weights": dict.fromkeys(range(10), 1.0)}, r"weights= is a dict, whose keys would be taken"),
+        ({"weights": len}, r"expected a sequence with a length\n.*give a list, array or tensor$"),
+        ({"weights": torch.ones(10).to_sparse()}, "a tensor that is sparse"),
+        ({"order": {1, 2}}, "order= is a set, which has no order"),
+        ({"order": [[1], [2, 3]]}, "order= has entries of different lengths"),
     ],
 )
 def test_orders_and_weights_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         choose_order(list(range(10)), seed=0, **arguments)
+
+
+def test_weights_can_be_of_any_float_type() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.int8):
+        weights = torch.arange(10, dtype=dtype)
+        expected = choose_order(range(10), seed=0, weights=list(range(10)))
+        assert choose_order(range(10), seed=0, weights=weights).name == expected.name
 
 
 class Grouped(BatchSampler):

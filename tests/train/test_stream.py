@@ -434,6 +434,14 @@ def test_lanes_that_begin_alike_are_refused_in_an_evaluation_too(tmp_path: Path)
     run_ranks(body, 2)
 
 
+def test_an_evaluation_of_an_empty_stream_is_refused(tmp_path: Path) -> None:
+    with training_run(tmp_path, **BATCH) as run:
+        run.prepare(net())
+        for use in (run.evaluate, run.predict):
+            with pytest.raises(UsageError, match="epoch 0 of the stream has no sample in any lane"):
+                use(evenstep.stream(lambda lane, lanes, epoch: []), loss_fn)
+
+
 def test_one_object_that_changes_is_refused(tmp_path: Path) -> None:
     def again(lane: int, lanes: int, epoch: int) -> Iterator[list[Any]]:
         sample: list[Any] = [None, None]

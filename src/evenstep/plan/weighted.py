@@ -117,7 +117,10 @@ def weighted(
 
 def _checked(weights: object, samples: int) -> Numbers:
     try:
-        values = np.array(weights, dtype=np.float64)  # a copy: the script may change its own
+        given = np.asarray(weights)
+        if given.dtype.kind not in "biufO":
+            raise TypeError(given.dtype)
+        values = np.array(given, dtype=np.float64)  # a copy: the script may change its own
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"weights= is {type(weights).__name__}, expected numbers, one for each of {samples} samples",

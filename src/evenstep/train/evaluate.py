@@ -14,7 +14,7 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -89,6 +89,8 @@ def evaluate(
 
     answers = [json.loads(answer) for answer in _together(meeting, "evaluate", passes.signature, work)]
     refuse_alike(begun for _, begun in answers)
+    if isinstance(data, Stream) and not any(rows for rows, _ in answers):
+        _refuse_empty()
     parts: dict[str, dict[Node, Pair]] = {}
     for rows, _ in answers:
         for name, level, index, total, weight in rows:
@@ -152,6 +154,8 @@ def predict(
     found = [(rank, *decode_tree(answer)) for rank, answer in enumerate(answers)]
     refuse_alike(begun for *_, begun in found)
     outputs = [(rank, form, _lists(output, lambda held: unpacked(held[0]))) for rank, form, output, _ in found if form]
+    if not outputs:
+        _refuse_empty()
     for rank, form, _ in outputs[1:]:
         if form != outputs[0][1]:
             raise _ragged(f"{_name(fn)} returned {outputs[0][1]} on rank 0", f"{form} on rank {rank}")
@@ -445,6 +449,13 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(first, np.ndarray):
         return np.concatenate(parts)
     return None if first is None else [entry for part in parts for entry in part]
+
+
+def _refuse_empty() -> NoReturn:
+    raise UsageError(
+        "epoch 0 of the stream has no sample in any lane: there is nothing to compute",
+        do="check what it reads: paths, filters, and how make(lane, lanes, epoch) uses lane and lanes",
+    )
 
 
 def _ragged(one: str, other: str) -> UsageError:

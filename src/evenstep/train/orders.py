@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -123,9 +123,18 @@ def _reading(sampler: Sampler[Any]) -> Callable[[int], object]:
 def _listed(sequence: object, name: str) -> object:
     """`sequence` as something that numpy understands."""
     if isinstance(sequence, torch.Tensor):
-        return sequence.detach().cpu().numpy()
-    if isinstance(sequence, (list, tuple, range, np.ndarray)):
+        return _array(sequence, name)
+    if isinstance(sequence, np.ndarray):
         return sequence
+    if isinstance(sequence, (list, tuple, range)):
+        try:
+            return np.asarray(sequence)
+        except ValueError as error:
+            raise UsageError(f"{name} has entries of different lengths", do="give one number for each place") from error
+    do = "give a list, array or tensor" + (", or a function epoch -> list" if name.startswith("order") else "")
+    if isinstance(sequence, (Mapping, Set)):
+        what = "whose keys would be taken" if isinstance(sequence, Mapping) else "which has no order"
+        raise UsageError(f"{name} is a {type(sequence).__name__}, {what}, expected a sequence", do=do)
     if isinstance(sequence, Sampler):  # it has a length, and what it gives is no weight or length
         raise UsageError(
             f"{name} is a {type(sequence).__name__}, expected numbers: a sampler gives indices",
@@ -135,5 +144,12 @@ def _listed(sequence: object, name: str) -> object:
         return list(sequence)
     raise UsageError(
         f"{name} is {type(sequence).__name__}, expected a sequence with a length",
-        do="give a list, array, tensor, or a function epoch -> list",
+        do=do,
     )
+
+
+def _array(tensor: torch.Tensor, name: str) -> object:
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise UsageError(f"{name} is a tensor that is sparse, or without data", do="give a dense one")
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor).numpy()
