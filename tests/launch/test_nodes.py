@@ -165,6 +165,7 @@ FAULTS: dict[str, tuple[Callable[[Hosts], None], int, str]] = {
     "a host without power": (lambda h: h.power_off(2), 2, LOST),
     "a cable cut": (lambda h: h.cut(2), 2, LOST),
     "the launcher of node 0 killed": (lambda h: kill(launcher(h, 1)), 1, "its launcher has ended"),
+    "the launcher of node 0 stopped": (lambda h: kill(launcher(h, 1), signal.SIGSTOP), 1, LOST),
     "the host of node 0 without power": (lambda h: h.power_off(1), 1, LOST),
 }
 
@@ -199,6 +200,8 @@ def test_a_fault_ends_the_run_on_all_hosts(
         assert "to go on from step" in other.err
     if fault in ("a launcher stopped", "a cable cut"):
         assert "the run failed on" in own.err, own
+    if fault == "the launcher of node 0 stopped":
+        assert "the run failed on host1 (node 0): its launcher stood still for " in own.err, own.err
     assert took < 10  # 5 on a machine that has nothing else to do
     assert two.pids(1) == two.pids(2) == []
 

@@ -150,6 +150,8 @@ class Link:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: None)
         self._closing = False
+        self._turned = 0.0  # when `_turn` was last left
+        self._stood = (0.0, 0.0)  # when this process stood still last, and for how many seconds
         self._thread = threading.Thread(target=self._work, name="evenstep-nodes", daemon=True)
 
     # ---- for the launcher
@@ -248,6 +250,25 @@ class Link:
         """Take in what comes within `seconds`."""
         for key, _ in self._selector.select(seconds):
             key.data()
+        before, self._turned = self._turned, time.monotonic()
+        stood = self._turned - (before or self._turned) - seconds
+        if stood > _SUSPECT:  # somebody has stopped this very process: what came meanwhile is not late
+            self._stood = self._turned, stood
+            for key, _ in self._selector.select(0.0):
+                key.data()
+
+    def _is_silent(self, line: Line) -> bool:
+        """Whether nothing has come over the line for long, while this process was listening."""
+        now = time.monotonic()
+        return now - line.heard > SILENCE and now - self._turned < _SUSPECT
+
+    def _cause(self, fault: Fault, node: int) -> Fault:
+        """Of a host that is lost: this one, `node`, if it is this launcher that others have lost."""
+        until, stood = self._stood
+        if time.monotonic() > until + _SUSPECT or stood < SILENCE - 2 * BEAT:
+            return fault
+        what = f"its launcher stood still for {stood:.0f} s: somebody stopped it, or the machine gave it no time"
+        return Fault(node, self.host, what, step=fault.step)
 
     def _mail(self) -> list[Message]:
         """What the launcher's main thread wants said."""
@@ -336,7 +357,7 @@ class Hub(Link):
             self._sweep_gate()
             for member in list(self._members.values()):
                 member.line.send(**self._beat())
-                if time.monotonic() - member.line.heard > SILENCE:
+                if self._is_silent(member.line):
                     self._lost_early(member, _SILENT)
         self._give_places()
         self._begin(self._start)
@@ -402,7 +423,7 @@ class Hub(Link):
             beat = self._beat()
             for member in list(self._members.values()):
                 member.line.send(**beat)
-                if not member.done and now - member.line.heard > SILENCE:
+                if not member.done and self._is_silent(member.line):
                     self._lost(member, _SILENT)
             if self._suspect is not None and now > self._suspect[0]:
                 self._failed(self._after_others(self._suspect[1]))
@@ -567,7 +588,7 @@ class Hub(Link):
         fault = lost(member.about.node, member.about.host, what, member.doing)
         member.line.send(fault=asdict(fault), verdict=asdict(Verdict(False)))  # should it come to life again
         self._drop(member)
-        self._failed(fault)
+        self._failed(self._cause(fault, -1 if self._own is None else self._own.node))
 
     def _drop(self, member: Member) -> None:
         with suppress(KeyError, ValueError):
@@ -663,9 +684,9 @@ class Spoke(Link):
             line = self._line
             self._send_mail(line)
             line.send(**self._beat())
-            if not self._begun.is_set() and time.monotonic() - line.heard > SILENCE:
+            if not self._begun.is_set() and self._is_silent(line):
                 raise MachineError(f"nothing was heard from {self._hub} for {SILENCE:.0f} s", do="see the network")
-            if self._begun.is_set() and not self._over.is_set() and time.monotonic() - line.heard > SILENCE:
+            if self._begun.is_set() and not self._over.is_set() and self._is_silent(line):
                 self._lose_hub(_SILENT)
         if self._line is None:
             return
@@ -680,7 +701,7 @@ class Spoke(Link):
 
     def _lose_hub(self, what: str) -> None:
         self.verdict = self._lost_hub()
-        self._failed(lost(self._hub_node, self._hub, what, self._hub_doing))
+        self._failed(self._cause(lost(self._hub_node, self._hub, what, self._hub_doing), self._about.node))
         self._over.set()
 
     def _send_mail(self, line: Line) -> None:
