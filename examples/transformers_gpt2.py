@@ -1,8 +1,5 @@
-"""GPT-2 (or Llama: argument `llama`) of transformers, with random weights, learns the source text of Python.
-
-evenstep run --processes 2 examples/transformers_gpt2.py llama
-
-What differs from a script for one process is marked.
+"""GPT-2 (or Llama: argument `llama`) of transformers, with random weights, learns the source text of Python: what
+differs from a script for one process is marked. evenstep run --processes 2 examples/transformers_gpt2.py llama
 """
 
 import sys
@@ -17,6 +14,7 @@ import evenstep  # evenstep
 
 source = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py")))
 texts = [torch.tensor(list(text[:128])) for text in source.split(b"\n\n") if len(text) > 16]
+limit = int(sys.argv[-1]) if sys.argv[-1].isdecimal() else 100
 sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 256, "bos_token_id": 0}
 
 
@@ -32,12 +30,10 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]
 
 run = evenstep.start(global_batch=16, micro_batch=4, seed=0)  # evenstep
 llama = LlamaConfig(**sizes, intermediate_size=128, attention_dropout=0.1, tie_word_embeddings=True, eos_token_id=0)
-model = run.prepare(
-    LlamaForCausalLM(llama) if "llama" in sys.argv else GPT2LMHeadModel(GPT2Config(**sizes))
-)  # evenstep
+model = LlamaForCausalLM(llama) if "llama" in sys.argv else GPT2LMHeadModel(GPT2Config(**sizes))
+run.prepare(model)  # evenstep
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 run.restore(model=model, optimizer=optimizer)  # evenstep
-limit = int(sys.argv[-1]) if sys.argv[-1].isdecimal() else 100
 for step in run.steps(texts, steps=limit, collate=collate):  # evenstep
     run.log(loss=step.backward(loss_fn).loss)  # evenstep
     optimizer.step()

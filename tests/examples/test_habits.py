@@ -18,13 +18,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import peft  # noqa: F401  # this and the like once, before the forks
 import pytest
 import sklearn.datasets  # noqa: F401
-import torch._dynamo  # noqa: F401
-import transformers  # noqa: F401
+import torch
+import torch._dynamo
+import transformers
 from safetensors.torch import load_file
 
+from evenstep.errors import LossError
 from evenstep.record.metrics import read_metrics
 from evenstep.record.paths import RunPaths
 from tests.ranks import run_ranks
+from tests.train.scripts import training_run
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SHORT = {
@@ -95,7 +98,13 @@ def test_early_stopping_keeps_the_best_model(tmp_path: Path) -> None:
         assert all((saved[key] == value).all() for key, value in names["state"].weights.items())
         return names["state"].best, names["state"].best_epoch, names["epoch"]
 
+    def in_stages() -> None:
+        os.environ["EVENSTEP_STAGES"] = "2"
+        train("early_stopping", tmp_path / "stages")
+
     on_one_and_two_processes("early_stopping", tmp_path)
+    run_ranks(in_stages, 2)
+    assert fingerprint(tmp_path / "stages") == fingerprint(tmp_path / "1"), "each process kept its part of the weights"
     (found,) = run_ranks(stopped, 1)
     best, best_epoch, epoch = found
     assert best > 0.8
@@ -117,3 +126,20 @@ def test_adapters(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "2" / "adapters" / "adapter_model.safetensors")
     assert saved
     assert all("lora_" in name for name in saved)
+
+
+def test_a_model_that_knows_nothing_of_num_items_in_batch_is_refused(tmp_path: Path) -> None:
+    """It returns a mean whatever it is given, and says nothing."""
+
+    def loss_fn(model: Any, batch: dict[str, Any]) -> Any:
+        return model(**batch, num_items_in_batch=1).loss, len(batch["labels"])
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    with training_run(tmp_path, global_batch=4) as run:
+        config = transformers.BertConfig(**sizes, vocab_size=16, num_labels=3)
+        run.prepare(transformers.BertForSequenceClassification(config))
+        samples = [{"input_ids": torch.arange(6), "labels": label} for label in (0, 1, 2, 0)]
+        loop = iter(run.steps(samples, epochs=1))
+        step = next(loop)
+        with pytest.raises(LossError, match="not additive over samples"):
+            step.backward(loss_fn)
