@@ -104,6 +104,23 @@ def test_a_mistake_is_named_on_every_node(
         assert said in result.err
 
 
+@pytest.mark.parametrize("host", [1, 2])
+def test_a_full_disk_is_named_on_every_node(two: Hosts, tmp_path: Path, host: int) -> None:
+    write_script(tmp_path, SCRIPT)
+    full = f"mkdir full && mount -t tmpfs -o size=4k tmpfs full && ! cat /dev/zero > full/x 2> {os.devnull} && "
+    commands = []
+    for node in (0, 1):
+        words = ["unshare", "-m", "sh", "-c", (full if node + 1 == host else "") + 'exec "$@"', "sh", *command("run")]
+        words += ["--nodes", "2", "--node-rank", str(node), "--master-addr", two.address(1), "--master-port", "1234"]
+        words += ["--run", "full" if node + 1 == host else "run", "script.py", "1", "0"]
+        commands.append(two.start(node + 1, *words, folder=tmp_path, env={"EVENSTEP_TOKEN": "a secret"}))
+    results = [one.wait() for one in commands]
+    for node, result in enumerate(results):
+        said = f"cannot write into the run directory {tmp_path}/full: No space left on device"
+        prefix = "" if node + 1 == host else f"the run failed on host{host} (node {host - 1}): "
+        assert (result.code, f"evenstep: {prefix}{said}" in result.err) == (4, True), result
+
+
 def test_scripts_that_differ(two: Hosts, tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

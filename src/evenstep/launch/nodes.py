@@ -691,6 +691,7 @@ class Spoke(Link):
         if self._line is None:
             return
         line = self._line
+        self._send_mail(line)
         if self._begun.is_set() and not self._over.is_set():
             line.send(fault=asdict(Fault(self._about.node, self.host, _STOPPED)))
         until = time.monotonic() + 2 * _FAREWELL

@@ -6,8 +6,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from evenstep.errors import EvenstepError, UsageError
 from evenstep.launch.copies import look, written
 from evenstep.launch.gate import Line
 from evenstep.launch.local import Outcome, Say, Script, Tell, part_of, run_part
-from evenstep.launch.nodes import About, Calling, Gate, Hub, Link, Nodes, Spoke, Start, tell_node_0
+from evenstep.launch.nodes import About, Calling, Fault, Gate, Hub, Link, Nodes, Spoke, Start, tell_node_0
 from evenstep.launch.port import reserve_port
 from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.sameness import same_on_all
@@ -106,21 +106,22 @@ class _ThisNode:
                 if self.found is not None:
                     take_back(*self.found)
                 raise
-            if self._calling is not None:
-                self.found = self._make_paths(start.run)
-                link.interface = self._calling.interface
-            assert self.found is not None
-            paths, made = self.found
-            outcome = run_part(
-                self._script,
-                paths,
-                part_of(start, self._processes, link),
-                replace(self._settings, run=str(paths.root)),
-                made=made,
-                show=self._show,
-                say=self._say,
-                warm=warm,
-            )
+            with _told(link, start.node):
+                if self._calling is not None:
+                    self.found = self._make_paths(start.run)
+                    link.interface = self._calling.interface
+                assert self.found is not None
+                paths, made = self.found
+                outcome = run_part(
+                    self._script,
+                    paths,
+                    part_of(start, self._processes, link),
+                    replace(self._settings, run=str(paths.root)),
+                    made=made,
+                    show=self._show,
+                    say=self._say,
+                    warm=warm,
+                )
         self.found = paths, ()
         self._starts += 1
         return outcome
@@ -217,7 +218,8 @@ def run_for_hub(
             write_whole(paths.run_id, run_id.encode())
             link.tell_hub(written=written(paths, part.ranks, node), node=node)
         watch = None if shared or node else _Checkpoints(paths, link)
-        outcome = run_part(script, paths, part, settings, made=made, show=show, say=say, tick=watch)
+        with _told(link, node):
+            outcome = run_part(script, paths, part, settings, made=made, show=show, say=say, tick=watch)
         if watch is not None:
             watch()
         tell(outcome, paths)
@@ -241,6 +243,16 @@ class _Checkpoints:
         if steps != self._told:
             self._told = steps
             self._link.tell_hub(checkpoints=steps)
+
+
+@contextmanager
+def _told(link: Link, node: int) -> Iterator[None]:
+    """What keeps this host from its part is told to the others, too."""
+    try:
+        yield
+    except EvenstepError as error:
+        link.tell(Fault(node, link.host, error.message, exit_code=error.exit_code, lasting=True))
+        raise
 
 
 def _interruptible(link: Link) -> Start:
