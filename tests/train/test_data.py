@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import signal
@@ -236,6 +237,26 @@ def test_a_loader_process_that_gets_no_further_is_named_and_given_up(
     stuck = [line for line in said if line.endswith("while it read sample 3 (position 3 of epoch 0)")]
     assert 1 <= len(stuck) <= 3  # after 0.1, 0.2 and 0.4 s
     assert all(line.startswith("rank 2 has waited 0 s for loader process 1 (pid") for line in stuck)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_loader_process_that_is_stopped_after_it_has_read_is_named_and_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shared memory is fetched from it, which has no time-out."""
+    for name, seconds in {"_LOOK": 0.05, "_SAY": 0.1, "_GIVE_UP": 0.5}.items():
+        monkeypatch.setattr(f"evenstep.train.loading.{name}", seconds)
+    said: list[str] = []
+    micro_batches = shares(Schedule(9, 1, 1, epochs=1), Grid(1), 0)
+    with Reader(Drawing(9), Natural(9), micro_batches, seed=0, loaders=1, say=said.append) as reader:
+        next(reader)
+        assert reader._loading is not None
+        assert multiprocessing.connection.wait([reader._loading._iterator._data_queue._reader], 30)
+        os.kill(reader._loading._processes[0].pid, signal.SIGSTOP)
+        message = r"loader process 0 \(pid \d+\) has come no further for \d+ s on rank 0, while it (handed over|read)"
+        with pytest.raises(DataError, match=message):
+            list(reader)
+    assert 1 <= len(said) <= 3
     assert multiprocessing.active_children() == []
 
 

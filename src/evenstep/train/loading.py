@@ -83,6 +83,15 @@ class LoaderGone(Exception):
         return DataError(f"{self.how} on rank {rank}, {self.doing}", do=do)
 
 
+class _Waiting:
+    """How long a loader process has been waited for, and at which place it stands since when."""
+
+    def __init__(self) -> None:
+        self.began = self.moved = time.monotonic()
+        self.say_at = _SAY
+        self.place: list[int] | None = None
+
+
 class Loading:
     """An iterator of (task, number of the loader process, what `samples` read for it), in the order of `tasks`.
 
@@ -105,6 +114,9 @@ class Loading:
         self._asked: deque[tuple[int, Any]] = deque()
         self._places = torch.full((count, 2), -1, dtype=torch.int64).share_memory_()
         self._in_main = False  # whether the main thread is waiting for them
+        self._opening: tuple[int, _Waiting] | None = None  # the loader process from which shared memory is fetched
+        self._stuck: LoaderGone | None = None  # the one that was given up meanwhile
+        self._closing = threading.Event()
         reading = _Reading(samples)
         dies_with_us = _LINUX and threading.current_thread() is threading.main_thread()  # it is the thread that counts
         with warnings.catch_warnings():
@@ -133,6 +145,8 @@ class Loading:
                 error.__traceback__ = None  # it keeps the other loader processes
                 raise LoaderGone(str(error).strip(), "right after its start") from None
         self._processes: list[Any] = self._iterator._workers
+        self._watch = threading.Thread(target=self._watch_opening, name="evenstep loaders", daemon=True)
+        self._watch.start()
         _open.add(self)
         _handle_deaths()
 
@@ -143,23 +157,23 @@ class Loading:
             self._in_main = threading.current_thread() is threading.main_thread()
             self.raise_if_gone()  # before now
             parcel = self._waited_for()
+            result = self._opened(parcel)
         except Exception:
             self._in_main = False
             self.raise_if_gone()  # torch has errors of its own for it
             raise
         finally:
             self._in_main = False
-        if isinstance(parcel.result, _Lost):
+        if isinstance(result, _Lost):
             self._wait_for_dying()
             self.raise_if_gone()
-            raise parcel.result.error
+            raise result.error
         _, task = self._asked.popleft()
-        return task, parcel.loader, parcel.result
+        return task, parcel.loader, result
 
     def _waited_for(self) -> Any:
         """The next parcel. LoaderGone if the loader process that reads it stays at one place for too long."""
-        began = moved = time.monotonic()
-        say_at, before = _SAY, None
+        waiting = _Waiting()
         while True:
             try:
                 return next(self._iterator)
@@ -167,16 +181,44 @@ class Loading:
                 if "DataLoader timed out" not in str(error):
                     raise
             self.raise_if_gone()
-            now, loader = time.monotonic(), self._awaited()
-            place = self._places[loader].tolist()
-            if place != before:
-                before, moved = place, now
-            name = f"loader process {loader} (pid {self._processes[loader].pid})"
-            if now - moved >= _GIVE_UP:
-                raise LoaderGone(f"{name} has come no further for {now - moved:.0f} s", self._doing(loader), stuck=True)
-            if now - began >= say_at:
-                say_at *= 2
-                self._say(f"has waited {now - began:.0f} s for {name} {self._doing(loader)}")
+            self._look(waiting, self._awaited())
+
+    def _look(self, waiting: _Waiting, loader: int) -> None:
+        """Tells of a loader process that has been waited for. LoaderGone if it has stayed at one place for too long."""
+        now, place = time.monotonic(), self._places[loader].tolist()
+        if place != waiting.place:
+            waiting.place, waiting.moved = place, now
+        name = f"loader process {loader} (pid {self._processes[loader].pid})"
+        if now - waiting.moved >= _GIVE_UP:
+            still = f"{name} has come no further for {now - waiting.moved:.0f} s"
+            raise LoaderGone(still, self._doing(loader), stuck=True)
+        if now - waiting.began >= waiting.say_at:
+            waiting.say_at *= 2
+            self._say(f"has waited {now - waiting.began:.0f} s for {name} {self._doing(loader)}")
+
+    def _opened(self, parcel: Any) -> Any:
+        """What is in it. Its shared memory is fetched from the loader process, and nothing ends that wait if it has
+        been stopped, or hangs in a library: a thread watches it."""
+        if isinstance(parcel, _Parcel):
+            return parcel.result
+        self._opening = parcel.loader, _Waiting()
+        try:
+            return parcel.open()
+        finally:
+            self._opening = None
+
+    def _watch_opening(self) -> None:
+        while not self._closing.wait(_LOOK):
+            opening = self._opening
+            if opening is None:
+                continue
+            loader, waiting = opening
+            try:
+                self._look(waiting, loader)
+            except LoaderGone as gone:
+                self._stuck = gone
+                self._processes[loader].kill()  # so the wait for it ends
+                return
 
     def _awaited(self) -> int:
         """The loader process that reads the next task, or is to read it."""
@@ -196,7 +238,9 @@ class Loading:
         return any(process.exitcode is not None for process in self._processes)
 
     def raise_if_gone(self) -> None:
-        """LoaderGone for the first loader process that has ended."""
+        """LoaderGone for the first loader process that has ended, or was given up."""
+        if self._stuck is not None:
+            raise self._stuck
         for number, process in enumerate(self._processes):
             if process.exitcode is not None:
                 how = f"loader process {number} (pid {process.pid}) {_how(process.exitcode)}"
@@ -212,11 +256,13 @@ class Loading:
         for number, task in self._asked:
             if number == at:
                 return f"while it read {task if offset == -1 else task.name(offset)}"
-        return "while it had nothing to read"
+        return "while it handed over what it has read" if self._opening else "while it had nothing to read"
 
     def close(self) -> None:
         """End and join the loader processes. One that is still reading gets 5 s to end by itself."""
         iterator, self._iterator = self._iterator, None
+        self._closing.set()
+        self._watch.join()
         if self.has_gone() and hasattr(iterator, "_pin_memory_thread"):
             # torch would write to the results' queue, whose lock the dead one may hold, and join the thread, which may
             # wait for ever for the rest of a message. Most often it ends within 5 s, else with this process.
@@ -313,10 +359,25 @@ class _Parcel:
             pickled = bytes(ForkingPickler.dumps(self.result))
         except Exception as error:
             pickled = bytes(ForkingPickler.dumps(Failure("send", None, f"{type(error).__name__}: {error}", None)))
-        return _opened, (self.loader, pickled)
+        return _Sealed, (self.loader, pickled)
+
+
+@dataclass(frozen=True)
+class _Sealed:
+    """A parcel as it arrives."""
+
+    loader: int
+    pickled: bytes
+
+    def open(self) -> Any:
+        try:
+            return ForkingPickler.loads(self.pickled)
+        except (OSError, EOFError) as error:  # from torch's thread it would come as another one
+            return _Lost(error)
 
     def pin_memory(self) -> _Parcel:
-        return self if isinstance(self.result, _Lost) else _Parcel(self.loader, pinned(self.result))
+        result = self.open()
+        return _Parcel(self.loader, result if isinstance(result, _Lost) else pinned(result))
 
 
 @dataclass(frozen=True)
@@ -324,13 +385,6 @@ class _Lost:
     """In place of a result that did not arrive: its shared memory is fetched from the loader process."""
 
     error: Exception
-
-
-def _opened(loader: int, pickled: bytes) -> _Parcel:
-    try:
-        return _Parcel(loader, ForkingPickler.loads(pickled))
-    except (OSError, EOFError) as error:  # out of here, torch would look for other reasons before it is told
-        return _Parcel(loader, _Lost(error))
 
 
 def _begin(reading: _Reading, places: torch.Tensor, parent: int, dies_with_parent: bool, number: int) -> None:
