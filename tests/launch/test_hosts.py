@@ -134,6 +134,15 @@ def test_what_differs_between_hosts_is_named(three: SshHosts, tmp_path: Path) ->
     shutil.rmtree(folder)
 
 
+def test_a_full_disk_of_a_host_is_named(three: SshHosts, tmp_path: Path) -> None:
+    write_script(tmp_path, "print(1)")
+    full = three.private / "full"
+    three.on(3, f"mkdir {full}; mount -t tmpfs -o size=4k tmpfs {full}; ! cat /dev/zero > {full}/x")
+    result = three.start("run", "--hosts", "host2,host3", "--run", full, "script.py", folder=tmp_path).wait()
+    assert (result.code, "the run failed on host3 (node 1): cannot write " in result.err) == (4, True), result
+    assert "No space left on device" in result.err
+
+
 def test_a_host_that_is_lost_before_the_beginning(three: SshHosts, tmp_path: Path) -> None:
     write(tmp_path)
     env = {"EVENSTEP_SSH": f"{three.client} -o ConnectTimeout=60"}
@@ -159,6 +168,17 @@ def under_way(three: SshHosts, folder: Path, *words: object, run: Path | str = "
     command = three.start(*words, folder=folder)
     assert eventually(lambda: len(list((folder / run).glob("checkpoints/step-*"))) > 0)
     return command
+
+
+def test_a_terminal_that_stands_still_ends_nothing(three: SshHosts, tmp_path: Path) -> None:
+    talk = "import time\nfor i in range(200):\n    print('x' * 50000, flush=True)\n    time.sleep(0.01)\nprint('end')\n"
+    write_script(tmp_path, talk, "talk.py")
+    command = three.start("run", "--hosts", "host2,host3", "talk.py", folder=tmp_path)
+    assert command.popen.stdout is not None
+    assert os.read(command.popen.stdout.fileno(), 1) == b"x"
+    time.sleep(6.0)  # longer than any host may be silent
+    result = command.wait()
+    assert (result.code, len(result.out), result.out[-4:]) == (0, 200 * 50001 + 4 - 1, "end\n"), result.err
 
 
 def signal_launcher(three: SshHosts, number: int) -> None:

@@ -626,6 +626,7 @@ class Spoke(Link):
         self._line: Line | None = None
         self._refusal: EvenstepError | None = None
         self._carrying: set[int] = set()
+        self._hold = False  # the hub takes no output now
         self.carried = threading.Event()  # all output has been sent
         self._on_order: Callable[[Message], None] = lambda order: None
 
@@ -647,7 +648,8 @@ class Spoke(Link):
         self._post(**message)
 
     def _carry(self, descriptor: int, to: int) -> None:
-        if self._line is None or self._line.is_full:
+        hold = self._hold and not self._over.is_set()
+        if self._line is None or self._line.is_full or hold:
             time.sleep(BEAT / 10)  # it stays in the pipe
             return
         data = os.read(descriptor, 1 << 16)
@@ -725,6 +727,7 @@ class Spoke(Link):
         for message in messages:
             if "beat" in message:
                 self._hub_doing = message["beat"] or self._hub_doing
+                self._hold = message.get("hold", False)
             elif "later" in message:
                 self._say("the run is under way without this host, which takes part if it starts again")
                 self._calls_again = True

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import queue
 import select
 import struct
 import termios
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -161,6 +163,35 @@ def _copy_size(model: int, other: int) -> None:
     with suppress(OSError):
         size = fcntl.ioctl(model, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
         fcntl.ioctl(other, termios.TIOCSWINSZ, size)
+
+
+class Writer:
+    """Writes in a thread of its own, so that a terminal that stands still holds up nobody else."""
+
+    def __init__(self) -> None:
+        self.waits = 0  # bytes that are still to be written
+        self._lock = threading.Lock()
+        self._pieces: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="evenstep-output", daemon=True)
+        self._thread.start()
+
+    def put(self, descriptor: int, data: bytes) -> None:
+        """Have it written, after what was put before."""
+        with self._lock:
+            self.waits += len(data)
+        self._pieces.put((descriptor, data))
+
+    def finish(self, given_up: Callable[[], bool]) -> None:
+        """Wait until all is written, or `given_up`."""
+        self._pieces.put(None)
+        while self._thread.is_alive() and not given_up():
+            self._thread.join(0.05)
+
+    def _work(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            write_all(*piece)
+            with self._lock:
+                self.waits -= len(piece[1])
 
 
 def write_all(descriptor: int, data: bytes) -> bool:

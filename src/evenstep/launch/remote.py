@@ -29,7 +29,7 @@ from evenstep.launch.copies import Copy, run_id
 from evenstep.launch.gate import GREETING, Line, Message
 from evenstep.launch.home import Home
 from evenstep.launch.nodes import Fault, Hub, Member, Say
-from evenstep.launch.output import write_all
+from evenstep.launch.output import Writer
 from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.taking import Echo, signals_to
 from evenstep.launch.undo import take_back
@@ -45,6 +45,7 @@ _SSH_OPTIONS = [
     *("-o", "ServerAliveCountMax=2"),
 ]
 _TRY_AGAIN = 5.0  # seconds before a host that is gone is tried again
+_MOST_OUTPUT = 1 << 22  # bytes that wait for the terminal, above which the hosts are to keep theirs
 _LAST_WORDS = 30.0  # seconds for logs to come back
 _FORWARDED = re.compile(r"^(EVENSTEP_|PYTHON|OMP_|MKL_|OPENBLAS_|NCCL_|GLOO_|TORCH|CUDA_|HF_|PATH$|LD_LIBRARY_PATH$)")
 
@@ -283,6 +284,8 @@ class _Hub(Hub):
         self.stopped: int | None = None  # by which signal
         self._hosts, self._transport = hosts, transport
         self._echo = Echo()
+        self._output = Writer()
+        self._ends_now = False  # it was told so twice
         self._children: list[tuple[Host, subprocess.Popen[bytes]]] = []
         self._errors: dict[int, bytes] = {}  # what the transport itself said, by node
         self.home = Home(
@@ -366,7 +369,7 @@ class _Hub(Hub):
 
     def _take(self, message: Message) -> None:
         if "out" in message:
-            write_all(message["to"], base64.b64decode(message["out"]))
+            self._output.put(message["to"], base64.b64decode(message["out"]))
         elif "written" in message:
             self.home.begins(message["node"], message["written"])
         elif "checkpoints" in message:
@@ -380,10 +383,15 @@ class _Hub(Hub):
         self.stopped = number if self.stopped is None else self.stopped
         self._post(all={"kill": True} if again else {"stop": number})
         if again:
+            self._ends_now = True
             self.home.stop()
+
+    def _beat(self) -> Message:
+        return {**super()._beat(), "hold": self._output.waits > _MOST_OUTPUT}
 
     def close(self) -> None:
         super().close()
+        self._output.finish(lambda: self._ends_now)
         for _, child in self._children:
             with suppress(OSError, ValueError):
                 assert child.stdin is not None

@@ -214,11 +214,11 @@ def run_for_hub(
         link.interface = (start.address if node == 0 else address) if nodes > 1 else ""
         part = part_of(start, processes, link)
         settings = replace(settings, run=str(paths.root))
-        if not shared:
-            write_whole(paths.run_id, run_id.encode())
-            link.tell_hub(written=written(paths, part.ranks, node), node=node)
         watch = None if shared or node else _Checkpoints(paths, link)
         with _told(link, node):
+            if not shared:
+                write_whole(paths.run_id, run_id.encode())
+                link.tell_hub(written=written(paths, part.ranks, node), node=node)
             outcome = run_part(script, paths, part, settings, made=made, show=show, say=say, tick=watch)
         if watch is not None:
             watch()
