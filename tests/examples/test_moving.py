@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import os
 import re
 import runpy
+from collections.abc import Iterable
 from pathlib import Path
 
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import accelerate
 import pytest
 import sklearn.datasets  # noqa: F401  # it sets environment variables, once
 import torch.utils.tensorboard  # noqa: F401  # once, before the forks
+import transformers
 
+from evenstep.cli.run import run as command
 from evenstep.record.paths import RunPaths
+from evenstep.train.run import Run
+from evenstep.train.start import start
+from evenstep.train.step import Step
+from evenstep.train.steps import Steps
 from tests.ranks import run_ranks
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -41,6 +52,31 @@ def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([\w./-]+)\)", PAGE)
     assert links
     assert [link for link in links if not (DOCS / link).exists()] == []
+
+
+def test_what_the_tables_name_is_there() -> None:
+    """In evenstep, and in what people move from, as far as it is installed here."""
+    code = re.findall(r"`([^`\n]+)`", PAGE)
+    sections = dict(re.findall(r"^## From (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+
+    def named(pattern: str, where: Iterable[str] = code) -> set[str]:
+        return {name for text in where for name in re.findall(pattern, text)}
+
+    attributes = {"rank", "device", "directory"}
+    assert {name for name in named(r"\brun\.(\w+)") if not hasattr(Run, name)} == attributes
+    assert {name for name in named(r"\bsteps\.(\w+)") if not hasattr(Steps, name)} == set()
+    assert {name for name in named(r"\bstep\.(\w+)") if not hasattr(Step, name)} == {"number", "epoch", "ends_epoch"}
+    calls = named(r"start\(([^)]*)\)")
+    assert {n for call in calls for n in re.findall(r"(\w+)=", call)} <= inspect.signature(start).parameters.keys()
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert named(r"(?<!\S)(--[a-z_-]+)") - options == {"--num_processes"}  # that is accelerate's
+    assert {n for n in named(r"accelerator\.(\w+)") if not hasattr(accelerate.Accelerator, n)} == set()
+    before = re.findall(r"^\| (.*?) \|", sections["the transformers Trainer"], re.MULTILINE)
+    arguments = named(r"`(\w+)(?:=[^`]*)?`", [text.replace(", ", "`, `") for text in before])
+    takers = (transformers.TrainingArguments, transformers.Trainer)
+    known = {name for taker in takers for name in inspect.signature(taker).parameters}
+    assert len(arguments) > 30
+    assert {name for name in arguments - known if not hasattr(transformers, name)} == set()
 
 
 def test_the_script_before_trains_and_goes_on(tmp_path: Path) -> None:
