@@ -54,6 +54,7 @@ def test_a_layout_that_differs_from_itself(where: Parting, name: str) -> None:
         (Parting("sum", names=("0.weight",), exact=False), "not-exact"),
         (Parting("sum", names=("0.weight",)), "unknown"),
         (Parting("data", micro_batch=1), "data-rank"),
+        (Parting("data", micro_batch=1, stream=True), "stream"),
         (Parting("before", names=("model.weight",)), "initialisation"),
         (Parting("before", names=("optimizer.param_groups[0].lr",)), "learning-rate"),
         (Parting("nowhere"), "unknown"),
@@ -103,6 +104,8 @@ def test_a_mistake_is_known_by_words_of_evenstep_alone() -> None:
     assert known_mistake("evenstep.errors.LossError", metric) is None
     data = "rank 1 has a, rank 0 has b: the data set, its length, its samples or its order differs between processes"
     assert known_mistake("evenstep.errors.UsageError", data) == "data-rank"
+    stream = "lane 3 of the stream does not give the same samples again: block 1 of epoch 0 has the hash a, and had b"
+    assert known_mistake("evenstep.errors.DataError", stream) == "stream"
     stages = (
         "stage 0 ended where a was called, and stage 1 begins with b: what the model does differs between processes"
     )

@@ -47,6 +47,7 @@ class Parting:
     values: dict[str, tuple[str, str]] = field(default_factory=dict)  # variables that differ before the step
     hyperparameters: tuple[str, ...] = ()  # that differ, with their values
     exact: bool = True
+    stream: bool = False  # whether batches come from a stream
 
 
 def parting(reference: Traces, other: Traces) -> Parting:
@@ -70,9 +71,10 @@ class _Finder:
         for event in (*self.of("loss", self.mine), *self.of("loss", self.theirs)):
             changed.update(event["changed"])
         exact = all(event["exact"] for event in self.of("begin", self.mine))
+        stream = any(event["stream"] for event in self.of("begin", self.mine))
         fields.setdefault("tensor", self.tensor)
         about = {"values": self.values(), "loop": self.code("loop"), "hyperparameters": self.hyperparameters()}
-        return Parting(place, changed=changed, exact=exact, **{**about, **fields})
+        return Parting(place, changed=changed, exact=exact, stream=stream, **{**about, **fields})
 
     def search(self) -> Iterator[Parting]:
         yield from self.threads()

@@ -45,6 +45,11 @@ REASONS: dict[str, tuple[str, str]] = {
         "the data set has a state: what it gives depends on what was read before",
         "let a sample depend on its index alone; for a curriculum give the data set a method set_epoch(epoch)",
     ),
+    "stream": (
+        "the stream gives other samples on another process or layout, or when it is read again",
+        "let make(lane, lanes, epoch) follow from its arguments alone: sort what it lists, draw from the global "
+        "generators, which are keyed, or seed others from `epoch`; look at neither the rank nor a state outside",
+    ),
     "batch-statistics": (
         "a layer takes statistics from the samples of one process",
         "prepare the model with evenstep's batch statistics, or use nn.GroupNorm or nn.LayerNorm",
@@ -115,13 +120,17 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ("writes the model's own state", "state"),
     ("is not the same on every process at the start", "initialisation"),
     ("the data set, its length, its samples or its order differs between processes", "data-rank"),
+    ("another order for epoch", "data-rank"),
+    ("of epoch 0 was begun twice", "stream"),
+    ("does not give the same samples again: block", "stream"),
+    ("the stream is not the same on all processes", "stream"),
     ("hold different models, hyperparameters", "one-rank"),
     ("the processes train different parameters", "one-rank"),
     ("operations without a deterministic form", "nondeterministic-kernel"),
 )
 
-_REFUSING = {f"evenstep.errors.{name}" for name in ("UsageError", "LossError", "MismatchError")}
-_BY_RANK = ("one-rank", "initialisation", "data-rank")  # whose evidence is where the script reads its rank
+_REFUSING = {f"evenstep.errors.{name}" for name in ("UsageError", "DataError", "LossError", "MismatchError")}
+_BY_RANK = ("one-rank", "initialisation", "data-rank", "stream")  # whose evidence is where the script reads its rank
 
 
 @dataclass(frozen=True)
@@ -205,6 +214,7 @@ def of_layout(layout: str, step: int, where: Parting, *, loaders: bool) -> Findi
         case "data":
             state = _near(where, "state")
             name = "data-state" if state and not rank else "data-loaders" if loaders else "data-rank"
+            name = "stream" if where.stream else name
             evidence = [*map(str, [*rank, *state]), *told]
         case "before":
             if all(".param_groups[" in one for one in where.names):
@@ -268,7 +278,7 @@ def _place(where: Parting) -> str:
     return {
         "threads": "torch's threads differ",
         "before": f"before the step, {_some(where.names)} differ{'s' if len(where.names) == 1 else ''} already",
-        "data": f"the data set gives another batch{at}",
+        "data": f"the {'stream' if where.stream else 'data set'} gives another batch{at}",
         "model": f"{module} gives another output{at}, for the same input",
         "input": f"the loss function gives the model another input{at}",
         "loss": f"the loss function gives another loss{at}, from equal outputs of the model",

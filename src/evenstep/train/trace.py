@@ -64,7 +64,8 @@ class Trace:
         frame = users_frame()
         loop = None if frame is None else [frame.f_code.co_filename, frame.f_lineno, frame.f_lineno]
         code = {"loop": loop, "data": _data_lines(self._data)}
-        self._events.emit("begin", step=step, threads=torch.get_num_threads(), exact=exact, code=code)
+        stream = isinstance(self._data, Stream)
+        self._events.emit("begin", step=step, threads=torch.get_num_threads(), exact=exact, code=code, stream=stream)
         variables = values_of(frame, self._models.all, self._data)
         self._events.emit("state", when="before", hashes=self._hashes(), values=variables)
         self._handles = [
