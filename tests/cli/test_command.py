@@ -17,7 +17,7 @@ from evenstep.cli.main import evenstep as command_line
 from evenstep.cli.report import resume_command
 from evenstep.launch.undo import absent, take_back
 from evenstep.record.paths import RunPaths
-from tests.launch.launching import Result, clean_environ, command, evenstep, write_script
+from tests.launch.launching import PATIENCE, Result, clean_environ, command, evenstep, write_script
 
 
 def refused(result: Result, *says: str, code: int = 2) -> None:
@@ -261,3 +261,11 @@ def test_processes_of_several_gpus_or_threads(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_resume_command(words: list[str], expected: str) -> None:
     assert resume_command(words, RunPaths(Path("/elsewhere/r"))) == expected.replace("RUN", "/elsewhere/r")
+
+
+def test_too_few_open_files_are_allowed(tmp_path: Path) -> None:
+    write_script(tmp_path, "", "a.py")
+    words = ["sh", "-c", 'ulimit -n 16; exec "$@"', "sh", *command("run", "--processes", 4, "a.py")]
+    done = subprocess.run(words, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 4
+    assert done.stderr == "evenstep: 16 open files are allowed, too few\n  what to do: raise `ulimit -n`\n"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -119,6 +121,65 @@ def test_a_full_disk_is_named_on_every_node(two: Hosts, tmp_path: Path, host: in
         said = f"cannot write into the run directory {tmp_path}/full: No space left on device"
         prefix = "" if node + 1 == host else f"the run failed on host{host} (node {host - 1}): "
         assert (result.code, f"evenstep: {prefix}{said}" in result.err) == (4, True), result
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_firewall_that_lets_only_the_master_port_through(two: Hosts, tmp_path: Path, closed: int) -> None:
+    if shutil.which("nft") is None:
+        pytest.skip("there is no nft (apt install nftables)")
+    write_script(tmp_path, "")
+    nft = ["ip", "netns", "exec", two.namespace(closed), "nft"]
+    subprocess.run([*nft, "-f", "-"], input=FIREWALL, text=True, check=True)
+    try:
+        results = [one.wait() for one in [start(two, tmp_path, node, "script.py") for node in (0, 1)]]
+    finally:
+        subprocess.run([*nft, "delete", "table", "ip", "closed"], check=True)
+    for result in results:
+        assert result.code == 4, result
+        assert f"cannot connect to {two.address(closed)}:" in result.err
+
+
+FIREWALL = """
+table ip closed {
+    chain input {
+        type filter hook input priority 0
+        iifname eth0 ct state established,related accept
+        iifname eth0 tcp dport 1234 accept
+        iifname eth0 meta l4proto tcp drop
+    }
+}
+"""
+
+
+def test_a_name_that_is_the_loopback_interface_at_home(two: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, "")
+    names = Path(f"/etc/netns/{two.namespace(1)}/hosts")
+    before = names.read_text()
+    names.write_text("127.0.1.1 host1\n" + before)
+    try:
+        words = ["--nodes", 2, "--node-rank", 0, "--master-addr", "host1", "--master-port", 1234, "script.py"]
+        result = two.start(1, *command("run"), *words, folder=tmp_path).wait()
+    finally:
+        names.write_text(before)
+    assert result.code == 2
+    assert "--master-addr host1 is 127.0.1.1 on this host" in result.err
+    assert "10.77.0.11 (eth0)" in result.err
+
+
+def test_what_keeps_one_host_from_starting_is_told_to_all(two: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, "import time; time.sleep(60)")
+    commands = [start(two, tmp_path, node, "--run", run, "script.py") for node, run in enumerate(("run0", "/proc/no"))]
+    first, second = (one.wait() for one in commands)
+    assert (first.code, second.code) == (2, 2), (first, second)
+    assert "the run failed on host2 (node 1): cannot make the run directory /proc/no" in first.err
+    assert "cannot make the run directory /proc/no" in second.err
+
+
+def test_two_processes_that_end_for_want_of_each_other(two: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, 'raise RuntimeError("Connection closed by peer")')
+    for result in [one.wait() for one in [start(two, tmp_path, node, "script.py") for node in (0, 1)]]:
+        assert result.code == 1, result
+        assert "failed: RuntimeError: Connection closed by peer" in result.err
 
 
 def test_scripts_that_differ(two: Hosts, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import resource
 import sys
 from collections.abc import Sequence
 
@@ -57,4 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EvenstepError as error:
         click.echo(f"evenstep: {error}", err=True)
         return error.exit_code
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        click.echo(f"evenstep: {limit} open files are allowed, too few\n  what to do: raise `ulimit -n`", err=True)
+        return exits.MACHINE_FAILED
     return code if isinstance(code, int) else exits.DONE

@@ -18,12 +18,14 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from ipaddress import ip_address
 from typing import Any
 
 from evenstep.errors import EvenstepError, MachineError, UsageError
+from evenstep.interfaces import interfaces
 from evenstep.launch.gate import Knock, Line, Message, SilentError, StrangerError, call, socket_line
 from evenstep.launch.restarts import Verdict
 from evenstep.record.activity import Doing
@@ -71,6 +73,7 @@ class Start:
     world_size: int
     address: str  # of rank 0's store
     port: int
+    addresses: Sequence[str]  # of all hosts, by place
     tag: str
     run: str  # the run directory
     place: int  # of this node among those that are there, from 0
@@ -379,6 +382,7 @@ class Hub(Link):
                 world_size=total,
                 address=there[0].address,
                 port=there[0].port,
+                addresses=[about.address for about in there],
                 tag=f"{self._tag}-{k}",
                 run=self._run_name,
                 place=place,
@@ -488,7 +492,7 @@ class Hub(Link):
                 self._say(f"refused {about.host}, which comes late: {problem.message}")
                 line.close()
             else:  # --nodes 1 on every host: each would train alone
-                self._failed(Fault(0, self.host, problem.message, exit_code=problem.exit_code))
+                self._failed(Fault(0, self.host, f"{problem.message}: {problem.do}", exit_code=problem.exit_code))
             return
         member = self._members[about.node] = Member(about, line)
         self._listen_to(line, lambda: self._hear(member))
@@ -673,7 +677,7 @@ class Spoke(Link):
         if self._refusal is not None:
             line.send(unable=[self._refusal.message, self._refusal.do], code=self._refusal.exit_code, host=self.host)
         else:
-            line.send(hello=asdict(self._about))
+            line.send(hello=asdict(replace(self._about, address=self._about.address or self.interface)))
         self._listen_to(line, lambda: self._hear(line))
 
     def _run(self) -> None:
@@ -844,6 +848,8 @@ class Calling:
             raise self._refused(error) from error
         except OSError as error:
             why = str(error.strerror or error)
+            if isinstance(error, ConnectionRefusedError) and _is_own(nodes.address):
+                why += f", and {nodes.address} is this very host"
         now = time.monotonic()
         if now > self._began + nodes.patience:
             raise MachineError(
@@ -882,6 +888,7 @@ def tell_node_0(nodes: Nodes, host: str) -> None:
 def _listen(address: str, port: int, say: Say, patience: float) -> socket.socket:
     """Listen on the one address that was named."""
     family, place = _find(address, port, say, patience)
+    _refuse_loopback(address, place[0])
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -902,6 +909,24 @@ def _listen(address: str, port: int, say: Say, patience: float) -> socket.socket
             ) from error
         raise MachineError(f"cannot listen at {address}:{port}: {error.strerror}") from error
     return listener
+
+
+def _refuse_loopback(name: str, address: str) -> None:
+    """A host's own name is often one of its loopback interface in its own /etc/hosts, and no other host gets there."""
+    if not ip_address(address).is_loopback or name in (address, "localhost"):
+        return
+    have = [f"{own} ({name})" for name, own in interfaces().items() if not own.startswith("127.")]
+    raise UsageError(
+        f"--master-addr {name} is {address} on this host (see /etc/hosts), where no other host can reach it",
+        do=f"give an address that the others reach: {', '.join(have) or 'this host has none'}",
+    )
+
+
+def _is_own(address: str) -> bool:
+    with suppress(OSError):
+        found = socket.gethostbyname(address)
+        return found.startswith("127.") or found in interfaces().values()
+    return False
 
 
 def _find(address: str, port: int, say: Say, patience: float) -> tuple[socket.AddressFamily, Any]:

@@ -1,10 +1,12 @@
-"""A port for the processes' rendezvous that nobody else is given meanwhile."""
+"""A port for the processes' rendezvous that nobody else is given meanwhile, and whether other hosts get to it."""
 
 from __future__ import annotations
 
 import socket
 
 from evenstep.errors import MachineError
+
+_ANSWER = 5.0  # seconds
 
 
 def reserve_port() -> tuple[int, socket.socket]:
@@ -28,3 +30,18 @@ def reserve_port() -> tuple[int, socket.socket]:
             continue
         return keeper.getsockname()[1], keeper
     raise MachineError("no free TCP port on this host", do="see which process holds them with `ss -tan`")
+
+
+def check_way(address: str, port: int) -> None:
+    """MachineError where a firewall is before the port of another host. Nobody need listen there."""
+    try:
+        socket.create_connection((address, port), timeout=_ANSWER).close()
+    except ConnectionRefusedError:
+        return  # the host itself has answered
+    except OSError as error:
+        raise MachineError(
+            f"{socket.gethostname()} cannot connect to {address}:{port}, as its processes will: "
+            f"{error.strerror or error}",
+            do="let TCP through to every port between the hosts (torch's store, gloo and NCCL take free ones); "
+            "`evenstep doctor` with the same options tries each way",
+        ) from error

@@ -32,7 +32,7 @@ def same_on_all(script: Script | None) -> dict[str, str]:
     found = scan_module(script.name, Path.cwd()) if script.as_module else scan_script(path)
     folder = Path.cwd() if script.as_module else (path if path.is_dir() else path.parent).resolve()
     said["the script"] = _digest([path]) if path.is_file() and not script.as_module else script.name
-    said["the script's arguments"] = shlex.join(script.arguments)
+    said["the script's argument list"] = shlex.join(script.arguments)
     for own in found.own:
         if own.resolve() != path.resolve():
             name = own.resolve().relative_to(folder) if own.resolve().is_relative_to(folder) else own.name

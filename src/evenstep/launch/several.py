@@ -17,7 +17,7 @@ from evenstep.launch.copies import look, written
 from evenstep.launch.gate import Line
 from evenstep.launch.local import Outcome, Say, Script, Tell, part_of, run_part
 from evenstep.launch.nodes import About, Calling, Fault, Gate, Hub, Link, Nodes, Spoke, Start, tell_node_0
-from evenstep.launch.port import reserve_port
+from evenstep.launch.port import check_way, reserve_port
 from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.sameness import same_on_all
 from evenstep.launch.undo import take_back
@@ -90,7 +90,6 @@ class _ThisNode:
         self._make_paths, self._show, self._say, self._restarts = make_paths, show, say, restarts
         self._same = same_on_all(script)
         self._starts = 0
-        self._calling: Calling | None = None  # not of node 0
 
     def run_once(self, gate: Gate | None) -> Outcome:
         """One start. `gate`: of node 0."""
@@ -106,10 +105,9 @@ class _ThisNode:
                 if self.found is not None:
                     take_back(*self.found)
                 raise
-            with _told(link, start.node):
-                if self._calling is not None:
+            with _told(link, start):
+                if gate is None:
                     self.found = self._make_paths(start.run)
-                    link.interface = self._calling.interface
                 assert self.found is not None
                 paths, made = self.found
                 outcome = run_part(
@@ -131,10 +129,15 @@ class _ThisNode:
         if gate is None:
             about = About(self.host, self._processes, self._same, nodes.rank, nodes.count)
             again = self._starts > 0
-            self._calling = Calling(nodes, self._say, again=again)
-            return Spoke(
-                about, nodes.address, self._say, self._calling, self._without_hub, hub_node=0, calls_again=again
-            )
+            calling = Calling(nodes, self._say, again=again)
+
+            def connect() -> Line | None:
+                line = calling()
+                spoke.interface = calling.interface
+                return line
+
+            spoke = Spoke(about, nodes.address, self._say, connect, self._without_hub, hub_node=0, calls_again=again)
+            return spoke
         if self.found is None:
             self.found = self._make_paths(None)
         paths = self.found[0]
@@ -215,7 +218,7 @@ def run_for_hub(
         part = part_of(start, processes, link)
         settings = replace(settings, run=str(paths.root))
         watch = None if shared or node else _Checkpoints(paths, link)
-        with _told(link, node):
+        with _told(link, start):
             if not shared:
                 write_whole(paths.run_id, run_id.encode())
                 link.tell_hub(written=written(paths, part.ranks, node), node=node)
@@ -246,12 +249,16 @@ class _Checkpoints:
 
 
 @contextmanager
-def _told(link: Link, node: int) -> Iterator[None]:
-    """What keeps this host from its part is told to the others, too."""
+def _told(link: Link, start: Start) -> Iterator[None]:
+    """What keeps this host from its part (a firewall, a full disk) is told to the others, too."""
     try:
+        for place, address in enumerate(start.addresses):
+            if address and place != start.place:
+                check_way(address, start.port)
         yield
     except EvenstepError as error:
-        link.tell(Fault(node, link.host, error.message, exit_code=error.exit_code, lasting=True))
+        link.tell(Fault(start.node, link.host, error.message, exit_code=error.exit_code, lasting=True))
+        link.wait(_LAST_WORDS)
         raise
 
 

@@ -112,7 +112,9 @@ def connect(world: World, backend: str, device: torch.device) -> Ground:
             raise MachineError(
                 f"rank {world.rank} of {world.world_size} could not join the others "
                 f"at {world.master_addr or 'this host'}:{world.master_port or '?'}: {error}",
-                do="see that all processes were started, with the same address and port",
+                do="see that all processes were started, with the same address and port, and that the hosts reach "
+                f"each other on every port of one interface (GLOO_SOCKET_IFNAME is "
+                f"{os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}); `evenstep doctor` tries it",
             ) from error
     elif dist.get_world_size() != world.world_size or dist.get_rank() != world.rank:
         raise UsageError(
