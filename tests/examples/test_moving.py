@@ -52,6 +52,9 @@ def test_links_lead_somewhere() -> None:
     links = re.findall(r"\]\(([\w./-]+)\)", PAGE)
     assert links
     assert [link for link in links if not (DOCS / link).exists()] == []
+    examples = re.findall(r"`(examples/[\w./]+)`", PAGE)
+    assert examples
+    assert [name for name in examples if not (DOCS.parent / name).exists()] == []
 
 
 def test_what_the_tables_name_is_there() -> None:
