@@ -365,6 +365,7 @@ class _Hub(Hub):
 
     def _lost(self, member: Member, what: str) -> None:
         super()._lost(member, what)
+        self._children[member.about.node][1].kill()  # it would wait for what never comes
         self.home.lost(member.about.node)
 
     def _take(self, message: Message) -> None:
