@@ -21,11 +21,10 @@ import torch
 from torch import nn
 
 from evenstep.environment import STOPPING
-from evenstep.errors import EvenstepError, IdentityError, MachineError, Stopped, UsageError
+from evenstep.errors import EvenstepError, MachineError, Stopped, UsageError
 from evenstep.plan.bucketed import bucketed
 from evenstep.plan.grid import Grid
 from evenstep.plan.lanes import Lanes, LaneSchedule, LaneStep, Plan
-from evenstep.plan.order import Natural, Order
 from evenstep.plan.schedule import Schedule, StepPlan
 from evenstep.plan.sizes import micro_batch_sizes
 from evenstep.record.activity import ENDING, EVALUATING, LOADING, SAVING
@@ -38,6 +37,7 @@ from evenstep.train.auto import Search
 from evenstep.train.checkpoint import Saved, State
 from evenstep.train.compiling import Compiled
 from evenstep.train.data import Reader, shares
+from evenstep.train.data_identity import DataIdentity
 from evenstep.train.dataset import checked_dataset
 from evenstep.train.evaluate import evaluate, predict
 from evenstep.train.identity import check_compiled
@@ -50,8 +50,8 @@ from evenstep.train.options import Asked, Devices, Options, workers
 from evenstep.train.orders import choose_order, numbers
 from evenstep.train.precision import Precision
 from evenstep.train.progress import plan_lines
-from evenstep.train.randomness import Randomness, key
-from evenstep.train.samples import Collate, MicroBatch, check_reading, probe
+from evenstep.train.randomness import Randomness
+from evenstep.train.samples import Collate, MicroBatch, check_reading
 from evenstep.train.statistics import needs_several
 from evenstep.train.step import Step
 from evenstep.train.steps import Loop, Steps, Turns
@@ -60,10 +60,6 @@ from evenstep.train.stream import Stream
 from evenstep.train.streaming import Streaming, refuse_with_stream
 from evenstep.train.trace import Trace
 from evenstep.train.world import Ground, disconnect
-
-_ORDER_SAMPLE = 64  # how many indices, from both ends of an epoch, processes compare
-_EPOCHS_ORDER = "order in this epoch"
-_ORDERS = ("order", "first and last indices", _EPOCHS_ORDER)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -92,10 +88,8 @@ class Run:
         self._activity = self._meeting.activity = self._journal.activity
         self._steps: Steps | None = None
         self._data: Any = None
-        self._agreed_epoch = -1  # the last one on whose order processes have agreed
-        self._order: Order = Natural(0)  # of a map-style data set
+        self._identity: DataIdentity | None = None  # of a map-style data set
         self._stream: Streaming | None = None
-        self._about_data: dict[str, object] = {}  # what of it must be the same after a resume
         self._cursor = 0
         self._done = 0  # optimizer steps since the start of the run
         self._epoch = 0
@@ -268,7 +262,14 @@ class Run:
             with read_share(first) as reader:
                 yield self._turns(reader, first)
 
-        self._data, self._read, self._order = data, read, chosen
+        self._data, self._read = data, read
+        self._identity = DataIdentity(
+            data,
+            chosen,
+            seed=options.seed,
+            meeting=self._meeting,
+            allow_other_order=options.allow_other_identity,
+        )
         loop = Loop(self._begin_loop, turns, self._begin_step, self._after_step, self._finish)
         self._steps = Steps(schedule, loop)
         return self._steps
@@ -516,8 +517,10 @@ class Run:
             schedule = self._schedule
             if self._layout.together is not None:
                 self._layout.together.refuse_uneven(schedule)
-            self._check_data(schedule, self._order)
-            first, samples, per_epoch = self._first_step(schedule), schedule.samples, schedule.steps_per_epoch
+            assert self._identity is not None
+            self._identity.check(schedule)
+            first = self._first_step(schedule, self._identity)
+            samples, per_epoch = schedule.samples, schedule.steps_per_epoch
             over, lines = first >= len(schedule), self._plan(schedule)
         self._looping = True
         self._stopping.begin()
@@ -534,28 +537,7 @@ class Run:
         )
         return first
 
-    def _check_data(self, schedule: Schedule, order: Order) -> None:
-        """UsageError on every process where they would read different data."""
-        begin, end = min(_ORDER_SAMPLE, order.length), max(0, order.length - _ORDER_SAMPLE)
-        sample = [*order.indices(0, 0, begin).tolist(), *order.indices(0, end, order.length).tolist()]
-        self._about_data = {
-            "samples": schedule.samples,
-            "drop_last": schedule.drop_last,
-            "order": order.name,
-            "first and last indices": f"{key(*sample):x}",
-        }
-        first = probe(self._data, order, seed=self._options.seed)
-        said = {**self._about_data, "steps": len(schedule), "first sample": first}
-        answers = self._meeting.say("run.steps", said, site="")
-        for rank, answer in enumerate(answers):
-            if answer != answers[0]:
-                raise UsageError(
-                    f"rank {rank} has {answer}, rank 0 has {answers[0]}: "
-                    "the data set, its length, its samples or its order differs between processes",
-                    do="give every process the whole data set, in one order; evenstep chooses what each one reads",
-                )
-
-    def _first_step(self, schedule: Schedule) -> int:
+    def _first_step(self, schedule: Schedule, identity: DataIdentity) -> int:
         finished = self._read_finished()
         if finished is not None and (finished["left early"] or finished["steps"] >= len(schedule)):
             how = f"{finished['step']} steps"
@@ -565,20 +547,7 @@ class Run:
             return len(schedule)
         if self._checkpoint_at is None:
             return 0
-        about = self._checkpoints.about(self._checkpoint_at)
-        for name, now in self._about_data.items():
-            self._refuse_other(name, about.get(name), now)
-        first = schedule.step_at(self._cursor)
-        if first < len(schedule) and schedule.step(first).start > 0:
-            self._refuse_other(_EPOCHS_ORDER, about.get(_EPOCHS_ORDER), self._order.digest(schedule.step(first).epoch))
-        return first
-
-    def _refuse_other(self, name: str, before: object, now: object) -> None:
-        if before != now and not (name in _ORDERS and self._options.allow_other_identity):
-            raise IdentityError(
-                f"the checkpoint was made with {name}: {before}; now it is {now}: the rest would be another",
-                do="go on with the same data set and options, or start another run directory (--run DIR)",
-            )
+        return identity.go_on(self._checkpoints.about(self._checkpoint_at), schedule, self._cursor)
 
     def _first_step_of_stream(self, stream: Streaming) -> int:
         finished = self._read_finished()
@@ -625,25 +594,11 @@ class Run:
             lines.append("nothing is saved and a killed run starts anew: the script does not call run.restore(...)")
         return [f"run directory {self.directory}", *lines]
 
-    def _agree_on_order(self, epoch: int) -> None:
-        """UsageError on every process where a function of the script gave them different orders for `epoch`."""
-        digest = self._order.digest(epoch)
-        if epoch == self._agreed_epoch or not digest:
-            return
-        answers = self._meeting.say(f"the order of epoch {epoch}", digest, site="")
-        for rank, answer in enumerate(answers):
-            if answer != answers[0]:
-                raise UsageError(
-                    f"order= gave rank {rank} another order for epoch {epoch} than rank 0",
-                    do="let it follow from the epoch alone, not from the rank, the time or the order of a set",
-                )
-        self._agreed_epoch = epoch
-
     def _begin_step(self, plan: Plan, batches: Iterator[Any]) -> Step:
         self._epoch = plan.epoch
         self._activity.begin_step(plan.number + 1)
-        if self._stream is None:
-            self._agree_on_order(plan.epoch)
+        if self._identity is not None:
+            self._identity.agree_on_order(plan.epoch)
         self._randomness.begin_step(plan.number)
         open_yet = isinstance(self._options.micro_batch, str)
         step = Step(
@@ -773,8 +728,8 @@ class Run:
             "cursor": self._cursor,
             "epoch": self._epoch,
             "fingerprint": fingerprint,
-            **self._about_data,
-            **({_EPOCHS_ORDER: self._order.digest(self._epoch)} if self._stream is None else self._stream.place),
+            **(self._identity.at(self._epoch) if self._identity is not None else {}),
+            **(self._stream.place if self._stream is not None else {}),
             **self._precision.state(),
         }
         began = time.monotonic()
