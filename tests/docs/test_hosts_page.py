@@ -23,7 +23,7 @@ COMMANDS = [
     for line in HOSTS.commands + re.findall(r"`(evenstep (?:run|doctor) [^`]+)`", HOSTS.prose + TROUBLE.prose)
     if (match := re.search(r"evenstep (run|doctor) .*", line)) and "..." not in line
 ]
-OF_OTHERS = ("[W", "error: ")  # torch's and kubectl's own lines
+OF_OTHERS = ("[W", "error: ", "srun: ")  # torch's, kubectl's and srun's own lines
 FEWEST = 5  # letters of a message that are always the same
 MARK = "^(evenstep: |  what to do: )"
 ANYTHING = "\0"
