@@ -49,6 +49,7 @@ def test_good_hosts() -> None:
         ({"memory_free": 1 << 29}, False, "512 MiB of memory are free for 2 processes"),
         ({"shared_memory_free": 1 << 26}, False, "64 MiB of shared memory"),
         ({"open_files": 256}, False, "256 open files are allowed"),
+        ({"open_files": 20000, "processes": 9000}, True, "20000 open files are allowed"),
         ({"infiniband": True, "locked_memory": 1 << 16}, False, "64 KiB of locked memory are allowed"),
         ({"shared": False}, False, "does not share the run directory (/run, nfs)"),
         ({"problems": ("there is no script x.py",)}, True, "there is no script x.py"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from evenstep.doctor.facts import Facts
 from evenstep.doctor.survey import Survey, slowest, usual_bandwidth
 from evenstep.environment import TOKEN, TORCH_RANGE
+from evenstep.launch.output import descriptors
 
 _CLOCK = 2.0  # seconds
 _DISK = 1 << 30
@@ -184,8 +185,9 @@ def _limits(facts: Facts) -> Iterator[Finding]:
     if 0 < facts.shared_memory_free < _SHARED_MEMORY:
         what = f"{size(facts.shared_memory_free)} of shared memory (/dev/shm) are free"
         yield Finding(False, facts.host, what, "in a container: --shm-size; torch's loader processes need it")
-    if facts.open_files != _PLENTY and facts.open_files < _OPEN_FILES:
-        yield Finding(False, facts.host, f"{facts.open_files} open files are allowed", "raise `ulimit -n`")
+    if facts.open_files != _PLENTY and facts.open_files < max(_OPEN_FILES, descriptors(facts.processes)):
+        few = facts.open_files < descriptors(facts.processes)
+        yield Finding(few, facts.host, f"{facts.open_files} open files are allowed", "raise `ulimit -n`")
     if facts.infiniband and facts.locked_memory != _PLENTY:
         what = f"{size(facts.locked_memory)} of locked memory are allowed, and it has InfiniBand"
         yield Finding(False, facts.host, what, "`ulimit -l unlimited`: NCCL locks its buffers")

@@ -33,7 +33,7 @@ from evenstep.launch.failures import (
 )
 from evenstep.launch.job import Job, to_json
 from evenstep.launch.nodes import Fault, Link, Spoke, Start, doing_text
-from evenstep.launch.output import Log, Stream, open_streams, resize
+from evenstep.launch.output import Log, Stream, descriptors, open_streams, resize
 from evenstep.launch.port import reserve_port
 from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.taking import Echo, signals_to
@@ -608,13 +608,11 @@ def _lock(paths: RunPaths) -> int:
 
 
 def _see_descriptors(processes: int) -> None:
-    """Each process's log and both ends of its output are open here."""
-    wanted = 3 * processes + 64
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit != resource.RLIM_INFINITY and limit < wanted:
-        raise UsageError(
-            f"{processes} processes on one host take {wanted} open files, and {limit} are allowed",
-            do=f"start fewer, or allow more: ulimit -n {wanted}",
+    if limit != resource.RLIM_INFINITY and limit < descriptors(processes):
+        raise MachineError(
+            f"{processes} processes on one host take {descriptors(processes)} open files, and {limit} are allowed",
+            do="raise `ulimit -n`, or start fewer processes",
         )
 
 

@@ -98,6 +98,11 @@ class Stream:
         return b"".join(self.prefix + line + b"\n" for line in text[:end].removesuffix(b"\n").split(b"\n"))
 
 
+def descriptors(processes: int) -> int:
+    """How many files the launcher of so many processes has open: each one's log and both ends of its output."""
+    return 3 * processes + 64
+
+
 def open_streams(logs: Sequence[Log], *, first: int, show: str) -> tuple[list[Stream], list[tuple[int, int]]]:
     """The streams to carry, and by rank the descriptors that become its stdout and stderr; `logs` are those of the
     ranks from `first` on.
