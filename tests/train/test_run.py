@@ -141,6 +141,13 @@ def test_a_finished_run_goes_on_for_more_epochs(tmp_path: Path) -> None:
     assert end(small(tmp_path / "run", epochs=4)) == whole
 
 
+def test_a_run_that_is_beyond_what_was_asked_for_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small(tmp_path / "run", stop=7)
+    with pytest.raises(AssertionError):  # of the script: its list of steps is longer than the loop
+        small(tmp_path / "run", epochs=1)
+    assert "is at step 6, and 4 were asked for: no step is left" in capsys.readouterr().err
+
+
 def test_break_is_safe_and_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def early(directory: Path) -> str:
         with training_run(directory, global_batch=6) as run:

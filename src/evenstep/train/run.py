@@ -547,7 +547,10 @@ class Run:
             return len(schedule)
         if self._checkpoint_at is None:
             return 0
-        return identity.go_on(self._checkpoints.about(self._checkpoint_at), schedule, self._cursor)
+        first = identity.go_on(self._checkpoints.about(self._checkpoint_at), schedule, self._cursor)
+        if first >= len(schedule):
+            self._journal.say(f"{self.directory} is at step {first}, and {len(schedule)} were asked for: no step is left")
+        return first
 
     def _first_step_of_stream(self, stream: Streaming) -> int:
         finished = self._read_finished()
