@@ -549,7 +549,8 @@ class Run:
             return 0
         first = identity.go_on(self._checkpoints.about(self._checkpoint_at), schedule, self._cursor)
         if first >= len(schedule):
-            self._journal.say(f"{self.directory} is at step {first}, and {len(schedule)} were asked for: no step is left")
+            asked = f"{len(schedule)} were asked for"
+            self._journal.say(f"{self.directory} is at step {self._done}, and {asked}: no step is left")
         return first
 
     def _first_step_of_stream(self, stream: Streaming) -> int:
