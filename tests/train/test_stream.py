@@ -415,6 +415,9 @@ def test_lanes_that_begin_alike_are_refused(tmp_path: Path) -> None:
         train(tmp_path / "a", evenstep.stream(lambda lane, lanes, epoch: iter(records)))
     with pytest.raises(UsageError, match="lanes 0 and 1 of the stream begin with the same samples"):
         train(tmp_path / "c", evenstep.stream(lambda lane, lanes, epoch: iter(records), block=2))  # < micro_batch
+    later = evenstep.stream(lambda lane, lanes, epoch: iter(records if epoch else records[lane::lanes]))
+    with pytest.raises(UsageError, match="lanes 0 and 1 of the stream begin with the same samples"):
+        train(tmp_path / "d", later)
     same = evenstep.stream(lambda lane, lanes, epoch: itertools.repeat((torch.ones(4), 1), 5))
     assert len(train(tmp_path / "b", same)[0]) == 6  # all alike: made up
 

@@ -220,7 +220,7 @@ class Streaming:
             error = caught
         said: dict[str, Any] = {"failed": None if error is None else f"{type(error).__name__}: {error}"}
         said["lanes"] = {lane: self._news(lane, found) for lane, (found, _) in read.items()}
-        if place == Place():
+        if not place.turn:
             said["beginnings"] = beginnings({lane: found for lane, (found, _) in read.items()})
         answers = self._meeting.say("run.steps, its next batch", said, signature=f"step {place.number}", site="")
         if error is not None:
@@ -235,7 +235,7 @@ class Streaming:
         for lane, (_, _, mark) in lanes.items():
             if mark is not None:
                 self._marks[lane] = Mark(*mark)
-        if place == Place():
+        if not place.turn:
             refuse_alike(answer["beginnings"] for answer in answers)
         return read, {lane: (size, more) for lane, (size, more, _) in lanes.items()}
 
