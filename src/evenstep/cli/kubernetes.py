@@ -105,7 +105,7 @@ def _asked(ctx: click.Context, given: dict[str, Any]) -> Asked:
                 f"--{name.replace('_', '-')} goes without --kubernetes, which says to each pod where it stands",
                 do="leave it out",
             )
-    if given["image"] is None:
+    if not given["image"]:
         raise UsageError("--kubernetes needs --image", do="name an image that has evenstep, torch and the script")
     script = str(params["script"])
     gpus = given["gpus"] or 0
