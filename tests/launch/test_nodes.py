@@ -21,7 +21,7 @@ from evenstep.record.activity import Doing, read_activity
 from evenstep.record.events import read_events
 from evenstep.record.paths import RunPaths
 from tests.hosts import Command, Hosts, hosts, needs_hosts
-from tests.launch.launching import command, evenstep, eventually, installed_package, write_script
+from tests.launch.launching import Result, command, evenstep, eventually, installed_package, write_script
 
 pytestmark = pytest.mark.slow
 
@@ -173,6 +173,31 @@ def test_what_keeps_one_host_from_starting_is_told_to_all(two: Hosts, tmp_path: 
     assert (first.code, second.code) == (2, 2), (first, second)
     assert "the run failed on host2 (node 1): cannot make the run directory /proc/no" in first.err
     assert "cannot make the run directory /proc/no" in second.err
+
+
+def test_another_node_0_that_has_not_got_the_checkpoint(two: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    for name in ("run", "host1", "host2"):
+        (tmp_path / name).mkdir()
+
+    def launch(*hosts: int) -> list[Result]:
+        """Node 0, 1 on these hosts, each with a run directory of its own under the same name."""
+        commands = []
+        for node, host in enumerate(hosts):
+            words = ["unshare", "-m", "sh", "-c", f'mount --bind host{host} run && exec "$@"', "sh", *command("run")]
+            words += ["--nodes", "2", "--node-rank", str(node), "--master-addr", two.address(hosts[0])]
+            words += ["--master-port", "1234", "--run", "run", "script.py", "1", "0"]
+            commands.append(two.start(host, *words, folder=tmp_path, env={"EVENSTEP_TOKEN": "a secret"}))
+        return [one.wait() for one in commands]
+
+    assert [result.code for result in launch(1, 2)] == [0, 0]
+    said = (
+        f"host1 (node 1) has a checkpoint of step 5 in {tmp_path}/run, host2 (node 0) has none in {tmp_path}/run: "
+        "they do not share the run directory\n  what to do: all go on from what node 0 has: start node 0 on host1"
+    )
+    for result in launch(2, 1):
+        assert (result.code, said in result.err) == (2, True), result
+    assert not list((tmp_path / "host2").glob("checkpoints/*"))
 
 
 def test_two_processes_that_end_for_want_of_each_other(two: Hosts, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from evenstep.errors import MachineError
 from evenstep.launch.failures import error_path
 from evenstep.launch.gate import GREETING
 from evenstep.record.checkpoints import Checkpoints
-from evenstep.record.paths import RunPaths
+from evenstep.record.paths import RunPaths, newest_checkpoint
 from evenstep.record.publish import fsync_tree, remove_directory
 
 _CHUNK = 1 << 20
@@ -39,12 +39,17 @@ class Copy:
 
     shared: bool = True  # it sees the launcher's own
     run_id: str | None = None
-    step: int | None = None  # of its newest whole checkpoint
+    step: int | None = None  # of its newest checkpoint
 
 
 def look(paths: RunPaths, *, shared: bool) -> Copy:
     """What this host has."""
     return Copy() if shared else Copy(False, run_id(paths), Checkpoints(paths).newest_whole()[0])
+
+
+def glance(paths: RunPaths) -> Copy:
+    """What this host has, which may be shared or not. The checkpoint is not read, so it may be damaged."""
+    return Copy(False, run_id(paths), newest_checkpoint(paths))
 
 
 def run_id(paths: RunPaths) -> str | None:

@@ -119,7 +119,8 @@ class About:
     nodes: int
     address: str = ""  # its own, as the others reach it
     port: int = 0  # a free one, for rank 0's store
-    copy: Mapping[str, Any] = field(default_factory=dict)  # of the run directory (copies.Copy); of hosts by ssh
+    copy: Mapping[str, Any] = field(default_factory=dict)  # of the run directory, if it is named (copies.Copy)
+    run: str = ""  # which that is; by hand
 
 
 @dataclass

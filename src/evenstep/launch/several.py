@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from evenstep.environment import Settings
 from evenstep.errors import EvenstepError, UsageError
-from evenstep.launch.copies import look, written
+from evenstep.launch.copies import Copy, glance, look, written
 from evenstep.launch.gate import Line
 from evenstep.launch.local import Outcome, Say, Script, Tell, part_of, run_part
 from evenstep.launch.nodes import About, Calling, Fault, Gate, Hub, Link, Nodes, Spoke, Start, tell_node_0
@@ -128,6 +129,9 @@ class _ThisNode:
         nodes = self._nodes
         if gate is None:
             about = About(self.host, self._processes, self._same, nodes.rank, nodes.count)
+            if self._settings.run is not None:
+                root = Path(self._settings.run).absolute()
+                about = replace(about, copy=asdict(glance(RunPaths(root))), run=str(root))
             again = self._starts > 0
             calling = Calling(nodes, self._say, again=again)
 
@@ -144,7 +148,8 @@ class _ThisNode:
         port, keeper = reserve_port()
         stack.enter_context(keeper)
         about = About(self.host, self._processes, self._same, 0, nodes.count, nodes.address, port)
-        hub = Hub(
+        hub = _Node0(
+            paths,
             nodes.count,
             about,
             self.host,
@@ -165,6 +170,33 @@ class _ThisNode:
             return Verdict(False)
         where = f"{self._nodes.address}:{self._nodes.port}"
         return Verdict(True, f"waiting for node 0 to come back at {where}, for {self._nodes.patience:.0f} s at most")
+
+
+class _Node0(Hub):
+    """The hub of nodes that go on from what node 0 has in its run directory."""
+
+    def __init__(self, paths: RunPaths, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._paths = paths
+
+    def _problem(self, about: About) -> UsageError | None:
+        return super()._problem(about) or self._other_run(about)
+
+    def _other_run(self, about: About) -> UsageError | None:
+        """Whether a node was given a run directory that is not node 0's, with work in it that would be left behind."""
+        theirs, own, root = Copy(**about.copy), glance(self._paths), str(self._paths.root)
+        if theirs.step is None:
+            return None
+        another = about.run == root and None not in (own.run_id, theirs.run_id) and own.run_id != theirs.run_id
+        if own.step is not None and theirs.step <= own.step and not another:
+            return None
+        has = "none" if own.step is None else f"step {own.step}"
+        return UsageError(
+            f"{about.host} (node {about.node}) has a checkpoint of step {theirs.step} in {about.run}, {self.host} "
+            f"(node 0) has {has}{' of another run' if another else ''} in {root}: they do not share the run directory",
+            do=f"all go on from what node 0 has: start node 0 on {about.host}, copy the run directory to {self.host}, "
+            "or have it on a disk that all nodes see; for a new run give another --run",
+        )
 
 
 def run_for_hub(
