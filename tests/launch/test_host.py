@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from evenstep.errors import MachineError
 from evenstep.launch import gpus
 from evenstep.launch.kinship import family
-from evenstep.launch.port import reserve_port
+from evenstep.launch.port import check_way, open_to_others, reserve_port
 from tests.launch.launching import eventually
 
 
@@ -45,6 +46,25 @@ def test_reserved_port_is_nobody_elses() -> None:
     assert len({port for port, _ in ports}) == 50
     for _, keeper in ports:
         keeper.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "where"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("host1", ""), ("192.0.2.1", ""), ("no.such.name", "")],
+)
+def test_where_a_launcher_listens_for_the_others_to_try_the_way(
+    monkeypatch: pytest.MonkeyPatch, address: str, where: str
+) -> None:
+    """`where` "": on all addresses, since that one is not to be listened at or no other host's way here."""
+    known = {"localhost": "127.0.0.1", "host1": "127.0.1.1"}
+    find = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *a, **k: find(known.get(name, name), *a, **k))
+    with open_to_others(address) as listener:
+        port = listener.getsockname()[1]
+        assert listener.getsockname()[0] in ((where,) if where else ("::", "0.0.0.0"))
+        check_way("127.0.0.1", port)
+    with pytest.raises(MachineError, match=f"cannot connect to 127.0.0.1:{port}, .*: Connection refused"):
+        check_way("127.0.0.1", port)
 
 
 @pytest.mark.parametrize(

@@ -123,20 +123,30 @@ def test_a_full_disk_is_named_on_every_node(two: Hosts, tmp_path: Path, host: in
         assert (result.code, f"evenstep: {prefix}{said}" in result.err) == (4, True), result
 
 
-@pytest.mark.parametrize("closed", [1, 2])
-def test_a_firewall_that_lets_only_the_master_port_through(two: Hosts, tmp_path: Path, closed: int) -> None:
+@pytest.mark.parametrize(
+    ("closed", "how", "said"),
+    [
+        (1, "drop", "timed out"),
+        (1, "reject with tcp reset", "Connection refused"),
+        (2, "reject with tcp reset", "Connection refused"),
+    ],
+)
+def test_a_firewall_that_lets_only_the_master_port_through(
+    two: Hosts, tmp_path: Path, closed: int, how: str, said: str
+) -> None:
     if shutil.which("nft") is None:
         pytest.skip("there is no nft (apt install nftables)")
     write_script(tmp_path, "")
     nft = ["ip", "netns", "exec", two.namespace(closed), "nft"]
-    subprocess.run([*nft, "-f", "-"], input=FIREWALL, text=True, check=True)
+    subprocess.run([*nft, "-f", "-"], input=FIREWALL.replace("drop", how), text=True, check=True)
     try:
         results = [one.wait() for one in [start(two, tmp_path, node, "script.py") for node in (0, 1)]]
     finally:
         subprocess.run([*nft, "delete", "table", "ip", "closed"], check=True)
     for result in results:
         assert result.code == 4, result
-        assert f"cannot connect to {two.address(closed)}:" in result.err
+        way = rf"cannot connect to {two.address(closed)}:\d+, as its processes will: {said}"
+        assert re.search(way, result.err), result
 
 
 FIREWALL = """

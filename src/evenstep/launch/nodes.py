@@ -27,6 +27,7 @@ from typing import Any
 from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.interfaces import interfaces
 from evenstep.launch.gate import Knock, Line, Message, SilentError, StrangerError, call, socket_line
+from evenstep.launch.port import open_to_others
 from evenstep.launch.restarts import Verdict
 from evenstep.record.activity import Doing
 
@@ -74,6 +75,7 @@ class Start:
     address: str  # of rank 0's store
     port: int
     addresses: Sequence[str]  # of all hosts, by place
+    open_ports: Sequence[int]  # and where their launchers listen, for the others to try the way; 0: nowhere
     tag: str
     run: str  # the run directory
     place: int  # of this node among those that are there, from 0
@@ -119,6 +121,7 @@ class About:
     nodes: int
     address: str = ""  # its own, as the others reach it
     port: int = 0  # a free one, for rank 0's store
+    open_port: int = 0  # where it listens itself, for the others to try the way
     copy: Mapping[str, Any] = field(default_factory=dict)  # of the run directory, if it is named (copies.Copy)
     run: str = ""  # which that is; by hand
 
@@ -153,6 +156,7 @@ class Link:
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: None)
+        self._open: socket.socket | None = None  # for the others to try the way
         self._closing = False
         self._turned = 0.0  # when `_turn` was last left
         self._stood = (0.0, 0.0)  # when this process stood still last, and for how many seconds
@@ -198,9 +202,20 @@ class Link:
         self._post()
         if self._thread.is_alive():
             self._thread.join(2 * _FAREWELL)
+        if self._open is not None:
+            self._open.close()
         for descriptor in (self._woken, self._wake):
             with suppress(OSError):
                 os.close(descriptor)
+
+    def _opened(self, about: About) -> About:
+        """With the port at which this launcher listens from now on, until it leaves."""
+        if about.nodes == 1 or not about.address:
+            return about
+        if self._open is not None:
+            self._open.close()
+        self._open = open_to_others(about.address)
+        return replace(about, open_port=self._open.getsockname()[1])
 
     def _beat(self) -> Message:
         return {"beat": {rank: (doing.step, doing.phase) for rank, doing in self._doings().items()}}
@@ -303,7 +318,8 @@ class Hub(Link):
         """`least`: nodes that are enough (None: all). `decide` says what follows a fault. `restart`, `restarts`: how
         often the run was started again, and may be."""
         super().__init__(host, say)
-        self.count, self._own, self._run_name, self._patience = count, own, run, patience
+        self.count, self._run_name, self._patience = count, run, patience
+        self._own = None if own is None else self._opened(own)
         self.least = count if least is None else least
         self._decide, self._restart, self._restarts = decide, restart, restarts
         self._tag = secrets.token_hex(8)
@@ -384,6 +400,7 @@ class Hub(Link):
                 address=there[0].address,
                 port=there[0].port,
                 addresses=[about.address for about in there],
+                open_ports=[about.open_port for about in there],
                 tag=f"{self._tag}-{k}",
                 run=self._run_name,
                 place=place,
@@ -675,10 +692,11 @@ class Spoke(Link):
         if line is None:
             return
         self._line = line
+        about = self._opened(replace(self._about, address=self._about.address or self.interface))
         if self._refusal is not None:
             line.send(unable=[self._refusal.message, self._refusal.do], code=self._refusal.exit_code, host=self.host)
         else:
-            line.send(hello=asdict(replace(self._about, address=self._about.address or self.interface)))
+            line.send(hello=asdict(about))
         self._listen_to(line, lambda: self._hear(line))
 
     def _run(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.environment import Settings
-from evenstep.errors import EvenstepError, UsageError
+from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.launch.copies import Copy, glance, look, written
 from evenstep.launch.gate import Line
 from evenstep.launch.local import Outcome, Say, Script, Tell, part_of, run_part
@@ -27,6 +27,7 @@ from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
 from evenstep.record.publish import write_whole
 
+_NEWS = 0.5  # seconds for what has happened elsewhere to be heard of
 _LAST_WORDS = 5.0  # seconds for output to be carried to the hub
 
 # A run directory by name (None: a new one), and the folders that were made for it, innermost first.
@@ -284,14 +285,25 @@ class _Checkpoints:
 def _told(link: Link, start: Start) -> Iterator[None]:
     """What keeps this host from its part (a firewall, a full disk) is told to the others, too."""
     try:
-        for place, address in enumerate(start.addresses):
-            if address and place != start.place:
-                check_way(address, start.port)
+        _check_ways(link, start)
         yield
     except EvenstepError as error:
         link.tell(Fault(start.node, link.host, error.message, exit_code=error.exit_code, lasting=True))
         link.wait(_LAST_WORDS)
         raise
+
+
+def _check_ways(link: Link, start: Start) -> None:
+    """To all other hosts. MachineError where one is closed, unless the run has failed already: they may be gone."""
+    for place, (address, port) in enumerate(zip(start.addresses, start.open_ports, strict=True)):
+        if port and place != start.place:
+            try:
+                check_way(address, port)
+            except MachineError:
+                link.wait(_NEWS)
+                if link.fault is None:
+                    raise
+                return
 
 
 def _interruptible(link: Link) -> Start:
