@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -123,30 +123,45 @@ def test_a_full_disk_is_named_on_every_node(two: Hosts, tmp_path: Path, host: in
         assert (result.code, f"evenstep: {prefix}{said}" in result.err) == (4, True), result
 
 
-@pytest.mark.parametrize(
-    ("closed", "how", "said"),
-    [
-        (1, "drop", "timed out"),
-        (1, "reject with tcp reset", "Connection refused"),
-        (2, "reject with tcp reset", "Connection refused"),
-    ],
-)
-def test_a_firewall_that_lets_only_the_master_port_through(
-    two: Hosts, tmp_path: Path, closed: int, how: str, said: str
-) -> None:
+@contextmanager
+def firewall(made: Hosts, host: int, how: str) -> Iterator[Callable[[], None]]:
+    """It lets only the master port through; gives what opens it."""
     if shutil.which("nft") is None:
         pytest.skip("there is no nft (apt install nftables)")
-    write_script(tmp_path, "")
-    nft = ["ip", "netns", "exec", two.namespace(closed), "nft"]
+    nft = ["ip", "netns", "exec", made.namespace(host), "nft"]
     subprocess.run([*nft, "-f", "-"], input=FIREWALL.replace("drop", how), text=True, check=True)
-    try:
-        results = [one.wait() for one in [start(two, tmp_path, node, "script.py") for node in (0, 1)]]
-    finally:
-        subprocess.run([*nft, "delete", "table", "ip", "closed"], check=True)
+    with ExitStack() as stack:
+        stack.callback(subprocess.run, [*nft, "delete", "table", "ip", "closed"], check=True)
+        yield stack.close
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_firewall_that_lets_only_the_master_port_through(two: Hosts, tmp_path: Path, closed: int) -> None:
+    write_script(tmp_path, "")
+    with firewall(two, closed, "reject with tcp reset"):
+        commands = [start(two, tmp_path, node, "--restarts", 3, "script.py") for node in (0, 1)]
+        results = [one.wait() for one in commands]
     for result in results:
         assert result.code == 4, result
-        way = rf"cannot connect to {two.address(closed)}:\d+, as its processes will: {said}"
-        assert re.search(way, result.err), result
+        way = rf"cannot connect to {two.address(closed)}:\d+, as its processes will: Connection refused"
+        assert len(re.findall(way, result.err)) == 2, result  # the second time is the last
+        assert "starting again (1 of 3), from the beginning" in result.err
+    assert "it failed before the first step as it did before: not started again" in results[closed - 1].err
+
+
+def test_a_network_that_is_well_again_at_the_next_start(two: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, "")
+    with firewall(two, 1, "drop") as opens:
+        words = ("--restarts", 1, "script.py")
+        first, second = (start(two, tmp_path, node, *words) for node in (0, 1))
+        said = ""
+        assert second.popen.stderr is not None
+        while "starting again (1 of 1), from the beginning" not in said and second.popen.poll() is None:
+            said += second.popen.stderr.readline()
+        opens()
+        results = [first.wait(), second.wait()]
+    assert re.search(rf"cannot connect to {two.address(1)}:\d+, as its processes will: timed out", said), said
+    assert [result.code for result in results] == [0, 0], (said, results)
 
 
 FIREWALL = """
@@ -178,7 +193,10 @@ def test_a_name_that_is_the_loopback_interface_at_home(two: Hosts, tmp_path: Pat
 
 def test_what_keeps_one_host_from_starting_is_told_to_all(two: Hosts, tmp_path: Path) -> None:
     write_script(tmp_path, "import time; time.sleep(60)")
-    commands = [start(two, tmp_path, node, "--run", run, "script.py") for node, run in enumerate(("run0", "/proc/no"))]
+    commands = [
+        start(two, tmp_path, node, "--restarts", 2, "--run", run, "script.py")
+        for node, run in enumerate(("run0", "/proc/no"))
+    ]
     first, second = (one.wait() for one in commands)
     assert (first.code, second.code) == (2, 2), (first, second)
     assert "the run failed on host2 (node 1): cannot make the run directory /proc/no" in first.err

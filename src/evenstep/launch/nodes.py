@@ -157,6 +157,7 @@ class Link:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: None)
         self._open: socket.socket | None = None  # for the others to try the way
+        self._told = ""  # what has failed on this node
         self._closing = False
         self._turned = 0.0  # when `_turn` was last left
         self._stood = (0.0, 0.0)  # when this process stood still last, and for how many seconds
@@ -186,6 +187,7 @@ class Link:
 
     def tell(self, fault: Fault) -> None:
         """A failure on this node."""
+        self._told = fault.what
         self._post(fault=asdict(fault))
 
     def done(self, signal: int | None) -> None:
@@ -761,7 +763,7 @@ class Spoke(Link):
                 raise (UsageError if message["code"] == UsageError.exit_code else MachineError)(said, do=do)
             elif "fault" in message:
                 fault = Fault(**message["fault"])
-                taken_for_lost = fault.rank is None and fault.node == self._about.node
+                taken_for_lost = (fault.rank, fault.node) == (None, self._about.node) and fault.what != self._told
                 self.verdict = self._lost_hub() if taken_for_lost else Verdict(**message["verdict"])
                 self._failed(fault)
                 self._over.set()

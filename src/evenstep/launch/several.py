@@ -107,24 +107,37 @@ class _ThisNode:
                 if self.found is not None:
                     take_back(*self.found)
                 raise
-            with _told(link, start):
-                if gate is None:
-                    self.found = self._make_paths(start.run)
-                assert self.found is not None
-                paths, made = self.found
-                outcome = run_part(
-                    self._script,
-                    paths,
-                    part_of(start, self._processes, link),
-                    replace(self._settings, run=str(paths.root)),
-                    made=made,
-                    show=self._show,
-                    say=self._say,
-                    warm=warm,
-                )
-        self.found = paths, ()
+            try:
+                with _told(link, start):
+                    if gate is None:
+                        self._find(start.run)
+                    assert self.found is not None
+                    paths, made = self.found
+                    outcome = run_part(
+                        self._script,
+                        paths,
+                        part_of(start, self._processes, link),
+                        replace(self._settings, run=str(paths.root)),
+                        made=made,
+                        show=self._show,
+                        say=self._say,
+                        warm=warm,
+                    )
+            except MachineError:
+                if link.fault is None or not link.verdict.again:
+                    raise
+                outcome = Outcome((), (), None, None, {}, link.fault, verdict=link.verdict)
+                self._find(start.run)  # it may have been taken back
+            else:
+                self.found = paths, ()
         self._starts += 1
         return outcome
+
+    def _find(self, name: str) -> None:
+        """The run directory, and what was made for it, now or at a start of which nothing came."""
+        before = () if self.found is None else self.found[1]
+        paths, made = self._make_paths(name)
+        self.found = paths, made or before
 
     def _link(self, gate: Gate | None, stack: ExitStack) -> Link:
         nodes = self._nodes
@@ -288,7 +301,9 @@ def _told(link: Link, start: Start) -> Iterator[None]:
         _check_ways(link, start)
         yield
     except EvenstepError as error:
-        link.tell(Fault(start.node, link.host, error.message, exit_code=error.exit_code, lasting=True))
+        lasting = isinstance(error, UsageError)  # a disk or a network may be well the next time
+        fault = Fault(start.node, link.host, error.message, exit_code=error.exit_code, lasting=lasting, step=0)
+        link.tell(fault)
         link.wait(_LAST_WORDS)
         raise
 
