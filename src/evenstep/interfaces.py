@@ -6,8 +6,10 @@ import fcntl
 import socket
 import struct
 from contextlib import suppress
+from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
+_GLOBAL = "00"  # the scope of an IPv6 address that other hosts may use
 
 
 def interface_of(address: str) -> str | None:
@@ -32,6 +34,16 @@ def address_towards(host: str) -> str | None:
         asking.connect((host.rpartition("@")[2], 9))
         return str(asking.getsockname()[0])
     return None
+
+
+def only_address() -> str | None:
+    """This host's one IPv4 address besides the loopback interface's; None where others may use another (or IPv6)."""
+    own = [address for address in interfaces().values() if not address.startswith("127.")]
+    try:
+        scopes = [line.split()[3] for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    except OSError:  # a kernel without IPv6
+        scopes = []
+    return own[0] if len(own) == 1 and _GLOBAL not in scopes else None
 
 
 def own_address() -> str:

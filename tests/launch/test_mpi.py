@@ -16,7 +16,7 @@ from tests.launch.launching import Result, command, evenstep, write_script
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-    import sys, torch, evenstep
+    import os, sys, torch, evenstep
     from torch.nn.functional import mse_loss
     from torch.utils.data import TensorDataset
     run = evenstep.start(global_batch=6, micro_batch=1, seed=1, run=sys.argv[1])
@@ -26,6 +26,11 @@ SCRIPT = """
         step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
         optimizer.step()
         optimizer.zero_grad()
+    if run.rank == 0:
+        own = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+               if os.path.islink(f"/proc/self/fd/{fd}")]
+        sockets = [line.split() for kind in ("tcp", "tcp6") for line in open(f"/proc/net/{kind}")]
+        print("listens at", {s[1].split(":")[0] for s in sockets if s[3] == "0A" and f"socket:[{s[9]}]" in own})
 """
 
 
@@ -68,6 +73,8 @@ def test_the_fingerprint_of_one_process(two: Hosts, tmp_path: Path, kind: str, p
     assert f"{3 if kind == 'openmpi' else 2} processes" in done.err
     assert done.out.splitlines()[-1] == alone.out.splitlines()[-1]
     assert "fingerprint" in done.out
+    listens = done.out.splitlines()[-2]  # as the kernel writes it; MPICH's own library may listen at 0.0.0.0
+    assert ("listens at" in listens, "'0B004D0A'" in listens, "0" * 32 in listens) == (True, True, False), listens
 
 
 def test_one_launcher_a_host_runs_a_plain_script(two: Hosts, tmp_path: Path) -> None:

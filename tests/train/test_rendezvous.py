@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from evenstep.environment import World
 from evenstep.errors import MachineError, UsageError
+from evenstep.interfaces import interfaces
 from evenstep.train import rendezvous
 from tests.ranks import run_ranks
 
@@ -48,6 +49,24 @@ def test_ports_that_others_have_are_passed_over(monkeypatch: pytest.MonkeyPatch)
 
     both = run_ranks(work, 2)
     assert [said for said, _ in both] == [[ports[2]] * 2] * 2
+
+
+def test_rank_0_listens_where_the_others_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = next((address for address in interfaces().values() if not address.startswith("127.")), None)
+    if own is None:
+        pytest.skip("this host has the loopback interface alone")
+
+    def work() -> list[bool]:
+        monkeypatch.setattr(rendezvous, "_on_interface", lambda store, way: store)
+        store = rendezvous.meet(World(0, 2, 0, 1, "slurm", own, None, f"job of {os.getpid()}"))
+        assert isinstance(store, TCPStore)
+        answers = []
+        for address in (own, "127.0.0.1"):
+            with socket.socket() as asking:
+                answers.append(asking.connect_ex((address, store.port)) == 0)
+        return answers
+
+    assert run_ranks(work, 1) == [[True, False]]
 
 
 def test_no_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from evenstep.environment import World
 from evenstep.errors import MachineError, UsageError
-from evenstep.interfaces import interface_of, interfaces
+from evenstep.interfaces import interface_of, interfaces, only_address
 from evenstep.mpi import from_rank_0
 
 _SECONDS = 120.0  # how long rank 0 is looked for
@@ -109,11 +109,11 @@ def _forget(store: TCPStore, world: World, folder: Path) -> Store:
 
 
 def _by_job(world: World, address: str, job: str) -> Store:
-    """On the host of rank 0, at the first of the job's ports that is free there."""
+    """On the host of rank 0, at the first of the job's ports that is free there. All look at one address."""
     start = int.from_bytes(hashlib.blake2b(job.encode(), digest_size=4).digest())
     ports = [_PORTS[(start + k) % len(_PORTS)] for k in range(_TRIES)]
     if world.rank == 0:
-        return _rank_0(world, ports, job)
+        return _rank_0(world, ports, job, _ipv4(address))
     return _find(world, [address], ports, job)
 
 
@@ -123,7 +123,8 @@ def _by_mpi(world: World) -> Store:
     job = f"mpi-{secrets.token_hex(8)}"
 
     def say() -> bytes:
-        served.append(_serve(world, world.master_port or 0, None))
+        known = only_address() if world.master_addr is None else _ipv4(world.master_addr)
+        served.append(_serve(world, world.master_port or 0, known))
         own = [address for address in interfaces().values() if not address.startswith("127.")][:_ADDRESSES]
         names = [world.master_addr] if world.master_addr else [socket.gethostname(), *own]
         return json.dumps({"names": names, "port": served[0].port, "job": job}).encode()
@@ -135,10 +136,16 @@ def _by_mpi(world: World) -> Store:
     return _find(world, said["names"], [said["port"]], said["job"])
 
 
-def _rank_0(world: World, ports: Sequence[int], job: str) -> Store:
+def _ipv4(name: str) -> str | None:
+    with suppress(OSError):
+        return socket.gethostbyname(name)
+    return None
+
+
+def _rank_0(world: World, ports: Sequence[int], job: str, address: str | None) -> Store:
     for port in ports:
         with suppress(RuntimeError):  # taken, by another job's rank 0 perhaps
-            store = _serve(world, port, None)
+            store = _serve(world, port, address)
             store.set(_JOB, job)
             return _on_interface(store, None)
     raise MachineError(
