@@ -153,8 +153,8 @@ def test_strangers_disturb_nothing(three: Hosts, tmp_path: Path) -> None:
     assert (first.code, second.code) == (0, 0), (first, second)
     assert first.out.splitlines()[-1] == whole.out.splitlines()[-1]
 
-    # Node 0's gate, rank 0's store, where each launcher lets the others try the way, and two of gloo's for each process;
-    # all on the address that is needed.
+    # Node 0's gate, rank 0's store, one of each launcher for the others to try the way, and two of gloo's for each
+    # process; all on the address that is needed.
     assert len(tried) == 1 + 1 + 2 + 3 * 2, tried
     assert {address for host, address, _ in tried} == {"0B004D0A", "0C004D0A"}, tried
     assert said.count(" crowd done") == len(tried), said
