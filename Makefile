@@ -37,7 +37,7 @@ lint: $(STAMP)
 
 # Two at a time: most tests wait for processes that they have started. A file's tests stay together.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 30
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow'
