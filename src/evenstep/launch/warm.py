@@ -16,6 +16,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO, Protocol
 
+from evenstep.environment import TOKEN
 from evenstep.errors import MachineError
 from evenstep.launch import fork_server, kinship
 from evenstep.launch.job import Job, to_json
@@ -40,7 +41,7 @@ class Warm:
         `once` the first `start` closes it."""
         self._once = once
         kinship.adopt_orphans()
-        environment = {**os.environ, **fork_server.QUIET}
+        environment = {name: value for name, value in os.environ.items() if name != TOKEN} | fork_server.QUIET
         if hash_seed is not None:
             environment["PYTHONHASHSEED"] = str(hash_seed)
         job = os.memfd_create("evenstep-warm")
