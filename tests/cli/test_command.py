@@ -50,6 +50,14 @@ def test_the_list_of_verbs_says_what_each_verb_says_of_itself() -> None:
         assert f"{verb:<6}  {found.get_short_help_str(200)}" in listed
 
 
+def test_an_option_behind_the_script_is_the_scripts_and_that_is_said(tmp_path: Path) -> None:
+    write_script(tmp_path, "import sys; print(sys.argv[1:])")
+    result = evenstep(tmp_path, "run", "script.py", "--processes=2", "--lr", "1")
+    assert result.out == "['--processes=2', '--lr', '1']\n"
+    assert "--processes=2 stands behind the script, so it is the script's own" in result.err
+    assert "--lr stands" not in result.err
+
+
 def test_version(tmp_path: Path) -> None:
     assert evenstep(tmp_path, "--version").out == f"evenstep {__version__}\n"
     module = [sys.executable, "-m", "evenstep", "--version"]

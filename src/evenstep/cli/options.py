@@ -138,7 +138,7 @@ _OPTIONS = (
         metavar="N",
         help="After a failure start again from the last checkpoint, up to N times.",
     ),
-    click.option("--hostfile", type=click.Path(), metavar="FILE", help="The same from a file, a line a host."),
+    click.option("--hostfile", type=click.Path(), metavar="FILE", help="As --hosts, from a file, a line a host."),
     click.option(
         "--global-batch", type=_POSITIVE, metavar="B", help="Samples of one optimizer step, over all processes."
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -49,9 +50,20 @@ def run(words: list[str], /, script: str, arguments: tuple[str, ...], **options:
     preflight.refuse_nested()
     if not options["as_module"]:
         preflight.check_script(script)
+    _tell_of_misplaced(arguments)
     launch = read_launch(options, script, arguments)
     shown = [word for word in words if word != slurm.REQUEUE]  # in what is shown for doing it again
     return slurm.keep_going(lambda: _run(launch, shown), launch.settings.run, os.environ)
+
+
+_EASILY_MISPLACED = ("--processes", "--nproc-per-node", "--nodes", "--hosts", "--stages", "--shard", "--restarts")
+
+
+def _tell_of_misplaced(arguments: Sequence[str]) -> None:
+    """An option of ours that stands behind the script is the script's, which may well have one of that name."""
+    for word in arguments:
+        if word.partition("=")[0] in _EASILY_MISPLACED:
+            say(f"{word} stands behind the script, so it is the script's own; evenstep's options go before it")
 
 
 def _run(launch: Launch, words: list[str]) -> int:
