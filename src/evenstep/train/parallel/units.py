@@ -269,7 +269,8 @@ class Units:
         raise UsageError(
             f"an argument of {name} depends on {ghost.source}, which lies on another stage: only the "
             "first argument of the first unit of a stage goes from one stage to the next",
-            do=f"{BY_HAND}, so that both lie on one stage; or start without --stages",
+            do="where a sum like `x + block(x)` stands between units, put it into the block's own forward; or "
+            f"{BY_HAND}, so that both lie on one stage; or start without --stages",
         )
 
     def ghost_of(self, tensor: Tensor) -> Tensor:
