@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
 from evenstep.cli import exits, preflight
+from evenstep.cli.elsewhere import Elsewhere
 from evenstep.cli.options import given_options
 from evenstep.cli.report import say
 from evenstep.environment import TOKEN
@@ -20,61 +18,40 @@ from evenstep.errors import UsageError
 from evenstep.launch.kubectl import Cluster
 from evenstep.launch.kubernetes import KINDS, Asked, manifests, to_yaml
 
-Decorated = TypeVar("Decorated", bound=Callable[..., object])
-_HERE = "evenstep.kubernetes"  # in the context's meta
-# Options of run that the manifests say in their own way, and those that make no sense in a cluster.
+# Options of run that the manifests say in their own way.
 _SAID = {"nodes", "processes", "run_directory", "master_port", "dry_run"}
-_ELSEWHERE = {"node_rank", "master_addr", "hosts", "hostfile", "min_hosts", "standalone"}
 
-
-def _keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
-    """Options of Kubernetes are no arguments of `run`."""
-    ctx.meta.setdefault(_HERE, {})[param.name] = value
-
-
-def _option(*names: str, **rest: Any) -> Callable[[Decorated], Decorated]:
-    return click.option(*names, expose_value=False, callback=_keep, **rest)
-
-
-_OPTIONS = (
-    _option("--kubernetes", is_flag=True, help="Run in a Kubernetes cluster, a pod a node, by kubectl."),
-    _option("--image", metavar="IMG", help="With --kubernetes: the container image. It has evenstep and the script."),
-    _option("--mount-script", is_flag=True, help="The script, one file, is taken from here instead (a ConfigMap)."),
-    _option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of each pod."),
-    _option("--claim", metavar="CLAIM", help="PersistentVolumeClaim for the run directory, that all pods can write."),
-    _option("--volume", multiple=True, metavar="CLAIM:PATH", help="Another one, with data; may be repeated."),
-    _option("--name", metavar="NAME", help="Of the job.  [default: the script's, and a random end]"),
-    _option("--namespace", metavar="NS", help="Namespace.  [default: kubectl's]"),
-    _option("--kind", type=click.Choice(KINDS), default="job", show_default=True, help="What runs the pods."),
-    _option("--secret", metavar="NAME", help="A Secret with the run's token (key: token).  [default: a new one]"),
-    _option("--grace", type=click.IntRange(min=1), default=120, metavar="S", show_default=True,
-            help="Seconds that an evicted pod has for its step and checkpoint."),
-)  # fmt: skip
-
-
-def options(command: Decorated) -> Decorated:
-    """Add the options to a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
-def is_asked() -> bool:
-    """Whether --kubernetes was given. UsageError for its options without it."""
-    ctx = click.get_current_context()
-    given: dict[str, Any] = ctx.meta[_HERE]
-    if given["kubernetes"]:
-        return True
-    for name in given:
-        if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            raise UsageError(f"--{name.replace('_', '-')} is for --kubernetes, which was not given", do="give both")
-    return False
+_KUBERNETES = Elsewhere(
+    "--kubernetes",
+    refused=("node_rank", "master_addr", "hosts", "hostfile", "min_hosts", "standalone"),
+    why=", which says to each pod where it stands",
+)
+_option = _KUBERNETES.option
+_option("--kubernetes", is_flag=True, help="Run in a Kubernetes cluster, a pod a node, by kubectl.")
+_option("--image", metavar="IMG", help="With --kubernetes: the container image. It has evenstep and the script.")
+_option("--mount-script", is_flag=True, help="The script, one file, is taken from here instead (a ConfigMap).")
+_option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of each pod.")
+_option("--claim", metavar="CLAIM", help="PersistentVolumeClaim for the run directory, that all pods can write.")
+_option("--volume", multiple=True, metavar="CLAIM:PATH", help="Another one, with data; may be repeated.")
+_option("--name", metavar="NAME", help="Of the job.  [default: the script's, and a random end]")
+_option("--namespace", metavar="NS", help="Namespace.  [default: kubectl's]")
+_option("--kind", type=click.Choice(KINDS), default="job", show_default=True, help="What runs the pods.")
+_option("--secret", metavar="NAME", help="A Secret with the run's token (key: token).  [default: a new one]")
+_option(
+    "--grace",
+    type=click.IntRange(min=1),
+    default=120,
+    metavar="S",
+    show_default=True,
+    help="Seconds that an evicted pod has for its step and checkpoint.",
+)
+options, is_asked = _KUBERNETES.options, _KUBERNETES.is_asked
 
 
 def launch() -> int:
     """Print the manifests, or create them and follow the run."""
     ctx = click.get_current_context()
-    asked = _asked(ctx, ctx.meta[_HERE])
+    asked = _asked(ctx)
     if asked.claim is None:
         say("no --claim: checkpoints, logs and the model are lost with the pods")
     if ctx.params["dry_run"]:
@@ -97,14 +74,9 @@ def launch() -> int:
     return code if code in (exits.SCRIPT_FAILED, exits.WRONG_USAGE) else exits.MACHINE_FAILED
 
 
-def _asked(ctx: click.Context, given: dict[str, Any]) -> Asked:
-    params = ctx.params
-    for name in _ELSEWHERE:
-        if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            raise UsageError(
-                f"--{name.replace('_', '-')} goes without --kubernetes, which says to each pod where it stands",
-                do="leave it out",
-            )
+def _asked(ctx: click.Context) -> Asked:
+    params, given = ctx.params, _KUBERNETES.said
+    _KUBERNETES.refuse_others()
     if not given["image"]:
         raise UsageError("--kubernetes needs --image", do="name an image that has evenstep, torch and the script")
     script = str(params["script"])

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from evenstep.cli import preflight
+from evenstep.cli.elsewhere import Verb, given
 from evenstep.environment import AUTO, Settings, memory_size
 from evenstep.errors import UsageError
 from evenstep.launch.local import Script
 from evenstep.launch.nodes import Nodes
 from evenstep.launch.remote import Host, Transport, by_ssh
 from evenstep.launch.slurm import by_srun
-
-Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 _POSITIVE = click.IntRange(min=1)
 
@@ -282,7 +280,7 @@ def given_options(ctx: click.Context, *, without: Collection[str]) -> list[str]:
         name = param.name
         if not isinstance(param, click.Option) or name not in ctx.params or name in without:
             continue
-        if ctx.get_parameter_source(name) != ParameterSource.COMMANDLINE:
+        if not given(ctx, name):
             continue
         value = ctx.params[name]
         if param.is_flag:

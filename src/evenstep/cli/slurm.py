@@ -8,12 +8,11 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
 from evenstep.cli import exits, preflight
+from evenstep.cli.elsewhere import Elsewhere
 from evenstep.cli.options import given_options
 from evenstep.cli.report import say
 from evenstep.errors import MachineError, UsageError
@@ -22,64 +21,41 @@ from evenstep.launch.output import write_all
 from evenstep.launch.undo import take_back
 from evenstep.record.paths import RunPaths, newest_checkpoint
 
-Decorated = TypeVar("Decorated", bound=Callable[..., object])
 REQUEUE = "--requeue"
-_HERE = "evenstep.slurm"  # in the context's meta
-_ELSEWHERE = ("node_rank", "master_addr", "master_port", "hosts", "hostfile", "standalone")
 _WARNING = "B:USR1@90"  # seconds before the time limit, to the batch script's process alone: it passes it on
 _ASKED = (exits.by_signal(signal.SIGTERM), exits.by_signal(signal.SIGUSR1))
 
-
-def _keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
-    """Options of Slurm are no arguments of `run`."""
-    ctx.meta.setdefault(_HERE, {})[param.name] = value
-
-
-def _option(*names: str, **rest: Any) -> Callable[[Decorated], Decorated]:
-    return click.option(*names, expose_value=False, callback=_keep, **rest)
-
-
-_OPTIONS = (
-    _option("--slurm", is_flag=True, help="Submit it as a Slurm job on --nodes nodes, and follow that."),
-    _option("--time", metavar="LIMIT", help="With --slurm: the time limit, as for sbatch. Shortly before it the run "
-            "writes a checkpoint, and the job goes on in a new turn."),
-    _option("--partition", metavar="NAME", help="With --slurm."),
-    _option("--account", metavar="NAME", help="With --slurm."),
-    _option("--slurm-option", multiple=True, metavar="NAME=VALUE",
-            help="Any other option of sbatch, as in gpus-per-node=4; may be repeated."),
-    _option(REQUEUE, is_flag=True, hidden=True, help="In the batch script: have the job start again if need be."),
-)  # fmt: skip
-
-
-def options(command: Decorated) -> Decorated:
-    """Add the options to a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
-def is_asked() -> bool:
-    """Whether --slurm was given. UsageError for its options without it."""
-    ctx = click.get_current_context()
-    given: dict[str, Any] = ctx.meta[_HERE]
-    if given["slurm"]:
-        return True
-    for name in given:
-        if name != "requeue" and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            raise UsageError(f"--{name.replace('_', '-')} is for --slurm, which was not given", do="give both")
-    return False
+_SLURM = Elsewhere(
+    "--slurm",
+    refused=("node_rank", "master_addr", "master_port", "hosts", "hostfile", "standalone"),
+    why=": Slurm chooses the hosts",
+    alone=("requeue",),
+)
+_option = _SLURM.option
+_option("--slurm", is_flag=True, help="Submit it as a Slurm job on --nodes nodes, and follow that.")
+_option(
+    "--time",
+    metavar="LIMIT",
+    help="With --slurm: the time limit, as for sbatch. Shortly before it the run "
+    "writes a checkpoint, and the job goes on in a new turn.",
+)
+_option("--partition", metavar="NAME", help="With --slurm.")
+_option("--account", metavar="NAME", help="With --slurm.")
+_option(
+    "--slurm-option",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Any other option of sbatch, as in gpus-per-node=4; may be repeated.",
+)
+_option(REQUEUE, is_flag=True, hidden=True, help="In the batch script: have the job start again if need be.")
+options, is_asked = _SLURM.options, _SLURM.is_asked
 
 
 def launch() -> int:
     """Print the batch script, or submit it and follow the job."""
     ctx = click.get_current_context()
     params = ctx.params
-    for name in _ELSEWHERE:
-        if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            raise UsageError(
-                f"--{name.replace('_', '-')} goes without --slurm: Slurm chooses the hosts",
-                do="leave it out",
-            )
+    _SLURM.refuse_others()
     if not params["as_module"]:
         preflight.check_script(params["script"])
     paths, made = preflight.run_paths(params["run_directory"], params["script"])
@@ -99,7 +75,7 @@ def launch() -> int:
 def keep_going(launch: Callable[[], int], run: str | None, environ: Mapping[str, str]) -> int:
     """What `launch` returns. A job of --slurm that was to stop (preempted, or near its time limit) or has lost a host
     is requeued, unless it has got no further in this turn and would do no better in the next."""
-    if not click.get_current_context().meta[_HERE]["requeue"] or run is None or "SLURM_JOB_ID" not in environ:
+    if not _SLURM.said["requeue"] or run is None or "SLURM_JOB_ID" not in environ:
         return launch()
     paths, number = RunPaths(Path(run)), environ["SLURM_JOB_ID"]
     before = newest_checkpoint(paths)
@@ -124,7 +100,7 @@ def keep_going(launch: Callable[[], int], run: str | None, environ: Mapping[str,
 
 
 def _script(ctx: click.Context, paths: RunPaths) -> str:
-    params, given = ctx.params, ctx.meta[_HERE]
+    params, given = ctx.params, _SLURM.said
     asked: dict[str, str | None] = {
         "job-name": Path(params["script"]).stem or "evenstep",
         "nodes": str(preflight.one_number(params["nodes"], "--slurm")),

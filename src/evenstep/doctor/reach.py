@@ -19,7 +19,6 @@ from evenstep.launch.remote import Host as Named
 from evenstep.launch.remote import Transport, command_on
 
 _LEAVE = 3.0  # seconds
-_FIRST_WORDS = 10.0
 
 
 @contextmanager

@@ -64,7 +64,11 @@ def meet(world: World) -> Store:
         return _by_mpi(world)
     if world.launcher == "slurm" and world.master_addr is not None and world.job is not None:
         return _by_job(world, world.master_addr, world.job)
-    raise UsageError(
+    raise _nowhere(world)
+
+
+def _nowhere(world: World) -> UsageError:
+    return UsageError(
         f"rank {world.rank} of {world.world_size} was given no MASTER_ADDR and MASTER_PORT, nor a job to meet in",
         do="start the script with `evenstep run`, torchrun, srun or mpirun",
     )
@@ -73,10 +77,7 @@ def meet(world: World) -> Store:
 def _on_one_host(world: World) -> Store:
     """Rank 0 takes a free port and says it in a file that this start alone shares."""
     if world.job is None:
-        raise UsageError(
-            f"rank {world.rank} of {world.world_size} was given no MASTER_ADDR and MASTER_PORT, nor a job to meet in",
-            do="start the script with `evenstep run`, torchrun, srun or mpirun",
-        )
+        raise _nowhere(world)
     name = "".join(c if c.isalnum() or c in "-_." else "_" for c in world.job)
     folder = Path(tempfile.gettempdir()) / f"evenstep-{os.getuid()}-{name}"
     folder.mkdir(mode=0o700, exist_ok=True)
