@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -9,29 +12,22 @@ import click
 from evenstep.cli.main import evenstep
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "command-line.md"
-_WIDTH = 100  # columns
 
 
 def page() -> str:
     """What each verb's `--help` prints."""
+    verbs = [[], *([verb] for verb in evenstep.list_commands(click.Context(evenstep)))]
     parts = ["# Command line", "Written by `make help-page` from `--help`; do not edit."]
-    verbs = evenstep.list_commands(click.Context(evenstep))
-    for words, command in [("evenstep", evenstep), *((f"evenstep {verb}", _command(verb)) for verb in verbs)]:
-        parts += [f"## {words}", f"```text\n{_help(command, words)}\n```"]
+    for words in verbs:
+        parts += [f"## {' '.join(['evenstep', *words])}", f"```text\n{_help(words)}```"]
     return "\n\n".join(parts) + "\n"
 
 
-def _command(verb: str) -> click.Command:
-    command = evenstep.get_command(click.Context(evenstep), verb)
-    assert command is not None
-    return command
-
-
-def _help(command: click.Command, words: str) -> str:
-    top = command.make_context("evenstep", [], resilient_parsing=True) if command is evenstep else None
-    context = top or click.Context(command, info_name=words, help_option_names=["-h", "--help"])
-    context.terminal_width = context.max_content_width = _WIDTH
-    return command.get_help(context)
+def _help(words: list[str]) -> str:
+    # In a process of its own: a click command keeps what it has made for --help under another context.
+    command = [sys.executable, "-m", "evenstep", *words, "--help"]
+    environment = os.environ | {"COLUMNS": "80"}
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
 
 
 if __name__ == "__main__":
