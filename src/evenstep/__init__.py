@@ -21,11 +21,11 @@ from evenstep.errors import (
 )
 
 if TYPE_CHECKING:
+    from evenstep.train.data.stream import Stream, stream
     from evenstep.train.run import Run
     from evenstep.train.start import start
     from evenstep.train.step import Step
     from evenstep.train.steps import Steps
-    from evenstep.train.stream import Stream, stream
 
 
 __version__ = "0.1.0"
@@ -54,9 +54,9 @@ _LAZY = {
     "Run": "evenstep.train.run",
     "Step": "evenstep.train.step",
     "Steps": "evenstep.train.steps",
-    "Stream": "evenstep.train.stream",
+    "Stream": "evenstep.train.data.stream",
     "start": "evenstep.train.start",
-    "stream": "evenstep.train.stream",
+    "stream": "evenstep.train.data.stream",
 }
 
 

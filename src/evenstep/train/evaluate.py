@@ -27,18 +27,18 @@ from evenstep.plan.order import Natural
 from evenstep.plan.schedule import Schedule
 from evenstep.plan.tree import Node, combine, subtrees, tree_sum
 from evenstep.train.batch import to_device
-from evenstep.train.data import Reader, shares
-from evenstep.train.dataset import checked_dataset
+from evenstep.train.data.dataset import checked_dataset
+from evenstep.train.data.reading import Reader, shares
+from evenstep.train.data.samples import Collate, MicroBatch
+from evenstep.train.data.stream import Stream
+from evenstep.train.data.streaming import refuse_alike
 from evenstep.train.entries import packed, unpacked
 from evenstep.train.evaluate_stream import run_over_lanes, sums_of_lanes
 from evenstep.train.lockstep import Alone, Lockstep
 from evenstep.train.loss import evaluating
 from evenstep.train.meeting import Meeting, call_site
 from evenstep.train.randomness import Randomness, key
-from evenstep.train.samples import Collate, MicroBatch
 from evenstep.train.state import decode_tree, encode_tree
-from evenstep.train.stream import Stream
-from evenstep.train.streaming import refuse_alike
 
 Pair = tuple[float, float]
 Computing = Callable[[], AbstractContextManager[object]]

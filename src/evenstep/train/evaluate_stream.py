@@ -13,14 +13,14 @@ from evenstep.plan.grid import Grid
 from evenstep.plan.lanes import Lanes
 from evenstep.plan.tree import tree_sum
 from evenstep.train.batch import to_device
-from evenstep.train.lane_reader import Found, LaneReader, LaneSamples
+from evenstep.train.data.lane_reader import Found, LaneReader, LaneSamples
+from evenstep.train.data.samples import Collate, MicroBatch
+from evenstep.train.data.stream import Stream
+from evenstep.train.data.streaming import beginnings
 from evenstep.train.lockstep import Alone, Lockstep
 from evenstep.train.loss import evaluating
 from evenstep.train.meeting import Meeting, call_site
 from evenstep.train.randomness import Randomness, key
-from evenstep.train.samples import Collate, MicroBatch
-from evenstep.train.stream import Stream
-from evenstep.train.streaming import beginnings
 
 Pair = tuple[float, float]
 

@@ -36,9 +36,13 @@ from evenstep.train import collectives
 from evenstep.train.auto import Search
 from evenstep.train.checkpoint import Saved, State
 from evenstep.train.compiling import Compiled
-from evenstep.train.data import Reader, shares
-from evenstep.train.data_identity import DataIdentity
-from evenstep.train.dataset import checked_dataset
+from evenstep.train.data.dataset import checked_dataset
+from evenstep.train.data.identity import DataIdentity
+from evenstep.train.data.orders import choose_order, numbers
+from evenstep.train.data.reading import Reader, shares
+from evenstep.train.data.samples import Collate, MicroBatch, check_reading
+from evenstep.train.data.stream import Stream
+from evenstep.train.data.streaming import Streaming, refuse_with_stream
 from evenstep.train.evaluate import evaluate, predict
 from evenstep.train.identity import check_compiled
 from evenstep.train.journal import Journal
@@ -47,17 +51,13 @@ from evenstep.train.models import Models, buffers
 from evenstep.train.norm import clip_, local, refuse_torch_norms
 from evenstep.train.optimizers import OptimizerWatch
 from evenstep.train.options import Asked, Devices, Options, workers
-from evenstep.train.orders import choose_order, numbers
 from evenstep.train.precision import Precision
 from evenstep.train.progress import plan_lines
 from evenstep.train.randomness import Randomness
-from evenstep.train.samples import Collate, MicroBatch, check_reading
 from evenstep.train.statistics import needs_several
 from evenstep.train.step import Step
 from evenstep.train.steps import Loop, Steps, Turns
 from evenstep.train.stopping import Stopping, tell_launcher
-from evenstep.train.stream import Stream
-from evenstep.train.streaming import Streaming, refuse_with_stream
 from evenstep.train.trace import Trace
 from evenstep.train.world import Ground, disconnect
 

@@ -33,11 +33,11 @@ from evenstep.record.events import EventWriter
 from evenstep.record.paths import RunPaths
 from evenstep.train.agreement import by_path
 from evenstep.train.batch import tensors
+from evenstep.train.data.samples import digest
+from evenstep.train.data.stream import Stream
 from evenstep.train.loss import Leaf
 from evenstep.train.models import Models
-from evenstep.train.samples import digest
 from evenstep.train.snapshot import INSTALLED, OURS, Changed, said, users_frame, values_of
-from evenstep.train.stream import Stream
 
 NOT_HERE = "not here"
 """In place of the hash of a tensor that is not whole in this process: another stage's, or a shard."""

@@ -100,7 +100,7 @@ def stream(
 def _source(source: Any, share: bool, format: str | None, columns: Sequence[str] | None) -> Source:
     paths = source if isinstance(source, (list, tuple)) else [source]
     if all(isinstance(path, (str, os.PathLike)) for path in paths):
-        from evenstep.train.stream_files import Files
+        from evenstep.train.data.stream_files import Files
 
         if isinstance(columns, str):
             raise UsageError(f"columns={columns!r}, expected a list of names", do=f"columns=[{columns!r}]")
@@ -109,7 +109,7 @@ def _source(source: Any, share: bool, format: str | None, columns: Sequence[str]
         if given is not None:
             raise UsageError(f"{name}={given!r} is for files", do="leave it out, or give a list of paths")
     if type(source).__module__.startswith("datasets.") and isinstance(source, IterableDataset):
-        from evenstep.train.hugging_face import HuggingFace
+        from evenstep.train.data.hugging_face import HuggingFace
 
         return HuggingFace(source, share)
     if share:

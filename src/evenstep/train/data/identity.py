@@ -8,9 +8,9 @@ from typing import Any
 from evenstep.errors import IdentityError, UsageError
 from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule
+from evenstep.train.data.samples import probe
 from evenstep.train.meeting import Meeting
 from evenstep.train.randomness import key
-from evenstep.train.samples import probe
 
 _SAMPLE = 64  # how many indices, from both ends of an epoch, processes compare
 _EPOCHS_ORDER = "order in this epoch"

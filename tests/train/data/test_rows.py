@@ -11,8 +11,8 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from evenstep.plan.order import Fixed
 from evenstep.plan.schedule import Schedule
-from evenstep.train.samples import Samples
-from tests.train.test_data import Drawing, DrawingMany, read, same
+from evenstep.train.data.samples import Samples
+from tests.train.data.test_reading import Drawing, DrawingMany, read, same
 
 stack: Any = StackDataset  # of whatever has rows, not of data sets of torch's alone
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from evenstep.errors import DataError, UsageError
 from evenstep.plan.lanes import block_order
+from evenstep.train.data.samples import digest
+from evenstep.train.data.stream import Stream
 from evenstep.train.randomness import key, seed_generators
-from evenstep.train.samples import digest
 from evenstep.train.state import decode_tree, encode_tree
-from evenstep.train.stream import Stream
 
 BEGINNING = 16  # records of an epoch's beginning in a lane that are hashed
 _HASHED = 4  # records at the beginning of any other block

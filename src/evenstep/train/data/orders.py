@@ -12,8 +12,8 @@ from torch.utils.data import Sampler
 from evenstep.errors import UsageError
 from evenstep.plan.order import Indices, Natural, Order, Shuffled, array_digest, fixed
 from evenstep.plan.weighted import weighted
+from evenstep.train.data.samplers import check_order, instead_of
 from evenstep.train.randomness import kept_generators, key, seed_generators
-from evenstep.train.samplers import check_order, instead_of
 
 
 class PerEpoch:

@@ -23,8 +23,8 @@ from evenstep.errors import DataError, UsageError
 from evenstep.plan.lanes import Lanes
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
-from evenstep.train.lane import Lane
-from evenstep.train.lane_reader import LaneReader, LaneSamples
+from evenstep.train.data.lane import Lane
+from evenstep.train.data.lane_reader import LaneReader, LaneSamples
 from tests.ranks import run_ranks
 from tests.train.scripts import adamw, fingerprints, training_run
 

@@ -37,11 +37,11 @@ from evenstep.plan.grid import Grid
 from evenstep.plan.order import Fixed, Natural, Shuffled
 from evenstep.plan.schedule import Schedule
 from evenstep.train.batch import split_batch, tensors, to_device
-from evenstep.train.data import Reader, shares
-from evenstep.train.dataset import checked_dataset
-from evenstep.train.orders import choose_order
+from evenstep.train.data.dataset import checked_dataset
+from evenstep.train.data.orders import choose_order
+from evenstep.train.data.reading import Reader, shares
+from evenstep.train.data.samples import MicroBatch, probe
 from evenstep.train.randomness import kept_generators, seed_generators
-from evenstep.train.samples import MicroBatch, probe
 from tests.ranks import run_ranks
 
 

@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from evenstep.errors import DataError
 from evenstep.train.batch import pinned
+from evenstep.train.data.samples import Failure
 from evenstep.train.randomness import key
-from evenstep.train.samples import Failure
 
 _LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1

@@ -20,8 +20,8 @@ from torch.utils.data import (
 )
 
 from evenstep.errors import UsageError
-from evenstep.train.dataset import checked_dataset
-from evenstep.train.orders import choose_order
+from evenstep.train.data.dataset import checked_dataset
+from evenstep.train.data.orders import choose_order
 from evenstep.train.randomness import kept_generators, seed_generators
 
 TEN = TensorDataset(torch.arange(10))

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import evenstep
 from tests.train.scripts import training_run
 
-PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
 

@@ -17,11 +17,11 @@ from tqdm import tqdm
 from evenstep.errors import IdentityError, UsageError
 from evenstep.plan.bucketed import bucketed
 from evenstep.plan.schedule import Schedule
-from evenstep.train.orders import choose_order
-from evenstep.train.samples import Samples
+from evenstep.train.data.orders import choose_order
+from evenstep.train.data.samples import Samples
 from tests.ranks import run_ranks
+from tests.train.data.test_reading import read
 from tests.train.scripts import Sentences, adamw, fingerprints, training_run
-from tests.train.test_data import read
 
 tqdm.monitor_interval = 0  # else a progress bar leaves a thread behind
 SENTENCES = Sentences(45)

@@ -18,9 +18,18 @@ from evenstep.plan.grid import Grid
 from evenstep.plan.order import Order
 from evenstep.plan.schedule import Schedule
 from evenstep.train.batch import pinned
-from evenstep.train.loading import LoaderGone, Loading
+from evenstep.train.data.loading import LoaderGone, Loading
+from evenstep.train.data.samples import (
+    Collate,
+    Failure,
+    MicroBatch,
+    Samples,
+    Task,
+    check_reading,
+    data_error,
+    epoch_error,
+)
 from evenstep.train.randomness import kept_generators
-from evenstep.train.samples import Collate, Failure, MicroBatch, Samples, Task, check_reading, data_error, epoch_error
 
 _WINDOW = 2048  # positions whose indices are computed at a time: most of the cost of a few of them is the call
 

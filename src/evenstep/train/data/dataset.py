@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from evenstep.errors import UsageError
-from evenstep.train.samplers import instead_of, instead_of_loader
+from evenstep.train.data.samplers import instead_of, instead_of_loader
 
 
 def checked_dataset(data: Any, name: str = "data") -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evenstep.plan.lanes import pieces
-from evenstep.train.stream_files import share_out
+from evenstep.train.data.stream_files import share_out
 
 
 @dataclass(frozen=True)

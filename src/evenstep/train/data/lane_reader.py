@@ -14,12 +14,12 @@ from torch.utils.data import default_collate, get_worker_info
 from evenstep.errors import DataError, EvenstepError, UsageError
 from evenstep.plan.lanes import Lanes
 from evenstep.train.batch import pinned
-from evenstep.train.data import say_of_rank, say_on_stderr
-from evenstep.train.lane import Again, Lane, Mark
-from evenstep.train.loading import LoaderGone, Loading
+from evenstep.train.data.lane import Again, Lane, Mark
+from evenstep.train.data.loading import LoaderGone, Loading
+from evenstep.train.data.reading import say_of_rank, say_on_stderr
+from evenstep.train.data.samples import Collate, Failure, LoaderTraceback, check_reading
+from evenstep.train.data.stream import Stream
 from evenstep.train.randomness import kept_generators, key, seed_generators
-from evenstep.train.samples import Collate, Failure, LoaderTraceback, check_reading
-from evenstep.train.stream import Stream
 
 
 @dataclass(frozen=True, slots=True)

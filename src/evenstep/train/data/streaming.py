@@ -10,13 +10,13 @@ from typing import Any
 from evenstep.errors import DataError, EvenstepError, IdentityError, PeerFailed, UsageError
 from evenstep.plan.grid import Grid
 from evenstep.plan.lanes import LaneSchedule, LaneStep, Place
-from evenstep.train.lane import BEGINNING, Lane, Mark
-from evenstep.train.lane_reader import Found, LaneReader, LaneSamples, LaneTask, failed
+from evenstep.train.data.lane import BEGINNING, Lane, Mark
+from evenstep.train.data.lane_reader import Found, LaneReader, LaneSamples, LaneTask, failed
+from evenstep.train.data.samples import Collate
+from evenstep.train.data.stream import Stream
 from evenstep.train.meeting import Meeting
 from evenstep.train.options import Options
 from evenstep.train.randomness import kept_generators
-from evenstep.train.samples import Collate
-from evenstep.train.stream import Stream
 
 _SLOW = 1.0  # seconds of reading again that are worth a line
 

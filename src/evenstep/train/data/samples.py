@@ -15,8 +15,8 @@ from torch.utils.data import default_collate
 
 from evenstep.errors import DataError, UsageError
 from evenstep.plan.order import Order
+from evenstep.train.data.rows import columns, epoch_setter, read_many, reads_many, runs_no_code
 from evenstep.train.randomness import kept_generators, key, seed_generators
-from evenstep.train.rows import columns, epoch_setter, read_many, reads_many, runs_no_code
 from evenstep.train.state import encode_tree
 
 Collate = Callable[[list[Any]], Any]

@@ -18,7 +18,7 @@ import evenstep
 from evenstep.errors import DataError, IdentityError, PeerFailed, UsageError
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
-from evenstep.train.lane import Lane
+from evenstep.train.data.lane import Lane
 from tests.ranks import run_ranks
 from tests.train.scripts import adamw, fingerprints, training_run
 
