@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there."""
+"""What the README and docs/script.md show runs as it stands there."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-SCRIPT, API = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+from tests.docs.page import Page
+
+ROOT = Path(__file__).parent.parent
+((SCRIPT,), (API,)) = ([b.text for b in Page(ROOT / name).blocks] for name in ("README.md", "docs/script.md"))
 
 
 def command(*words: str, cwd: Path) -> list[str]:

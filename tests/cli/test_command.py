@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from evenstep.cli.main import evenstep as command_line
 from evenstep.cli.report import resume_command
 from evenstep.launch.undo import absent, take_back
 from evenstep.record.paths import RunPaths
+from evenstep.train.start import start
 from tests.launch.launching import PATIENCE, Result, clean_environ, command, evenstep, write_script
 
 
@@ -64,18 +67,30 @@ def test_version(tmp_path: Path) -> None:
     assert subprocess.run(module, capture_output=True, text=True, cwd=tmp_path).stdout == f"evenstep {__version__}\n"
 
 
-def test_help_names_what_run_takes(tmp_path: Path) -> None:
-    text = evenstep(tmp_path, "run", "--help").out
-    for option in (
-        "--processes",
-        "--nproc_per_node",
-        "--global-batch",
-        "--run DIR",
-        "--no-exact",
-        "--keep",
-        "130: Ctrl-C",
-    ):
-        assert option in text
+def help_of(verb: str) -> dict[str, str]:
+    """What --help shows of each option, by the option's name."""
+    with click.Context(command_line) as outer:
+        command = command_line.get_command(outer, verb)
+        assert command is not None
+        ctx = click.Context(command, info_name=verb, parent=outer)
+        records = {str(param.name): param.get_help_record(ctx) for param in command.params}
+    return {name: record[1] for name, record in records.items() if record is not None}
+
+
+@pytest.mark.parametrize("verb", command_line.list_commands(click.Context(command_line)))
+def test_each_option_says_its_default_or_what_happens_without_it(verb: str) -> None:
+    says = re.compile(r"\[default: |without it|[Nn]eeded with|In place of|submit nothing")
+    assert [name for name, text in help_of(verb).items() if not says.search(text)] == []
+
+
+def test_the_defaults_in_help_are_those_of_start() -> None:
+    shown, compared = help_of("run"), set()
+    for name, parameter in inspect.signature(start).parameters.items():
+        default = "exact" if name == "exact" else parameter.default
+        if name in shown and default is not None and default is not False and default is not parameter.empty:
+            assert f"[default: (the script's, else {default})" in shown[name]
+            compared.add(name)
+    assert compared >= {"seed", "threads", "keep", "stages", "precision", "exact"}
 
 
 NODE_0 = ["run", "--nodes", "2", "--node-rank", "0", "--master-port", "1234", "--master-addr"]

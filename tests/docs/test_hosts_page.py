@@ -1,4 +1,6 @@
-"""What docs/hosts.md and docs/trouble.md show is what is there: the script, the commands, the words of the messages."""
+"""What docs/hosts.md and docs/trouble.md show is what is there: the script, the commands, the words of the messages.
+
+The README's commands too."""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from evenstep.cli.main import evenstep as command_line
 from tests.docs.page import Page, play
 
 ROOT = Path(__file__).parents[2]
-HOSTS, TROUBLE = (Page(ROOT / "docs" / name) for name in ("hosts.md", "trouble.md"))
+README, HOSTS, TROUBLE = (Page(ROOT / name) for name in ("README.md", "docs/hosts.md", "docs/trouble.md"))
 COMMANDS = [
     match[0]
-    for line in HOSTS.commands + re.findall(r"`(evenstep (?:run|doctor) [^`]+)`", HOSTS.prose + TROUBLE.prose)
-    if (match := re.search(r"evenstep (run|doctor) .*", line)) and "..." not in line
+    for line in HOSTS.commands
+    + re.findall(r"^ {4}(evenstep .+?)(?:  #|$)", README.prose, re.MULTILINE)
+    + re.findall(r"`(evenstep (?:run|doctor) [^`]+)`", HOSTS.prose + TROUBLE.prose)
+    if (match := re.search(r"evenstep (run|doctor|prove) .*", line)) and "..." not in line
 ]
 OF_OTHERS = ("[W", "error: ", "srun: ")  # torch's, kubectl's and srun's own lines
 FEWEST = 5  # letters of a message that are always the same

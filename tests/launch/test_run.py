@@ -183,7 +183,7 @@ def test_import_that_starts_a_thread_makes_a_plain_start(tmp_path: Path) -> None
     with launched(tmp_path, "--processes", 2, "--output", "all", script, env=env) as launch:
         result = launch.wait()
     assert (result.code, sorted(result.out.splitlines())) == (0, ["0 1", "[1] 1 1"]), result.err
-    assert "importing threaded started 1 thread, so every process imports for itself" in result.err
+    assert "importing threaded started 1 thread, so no process can be forked from one that has it" in result.err
 
 
 def test_installed_package_is_imported_once_and_own_module_in_each_process(tmp_path: Path) -> None:

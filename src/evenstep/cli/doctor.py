@@ -36,7 +36,7 @@ _PATIENCE = 60.0  # seconds to wait for other nodes, where --join-timeout is not
     epilog="Exit codes: 0 a launch would start (see the warnings); 2 wrong usage; 4 it would fail.",
 )
 @launch_options
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON; without it, as tables.")
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context

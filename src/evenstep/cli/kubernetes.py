@@ -27,23 +27,57 @@ _KUBERNETES = Elsewhere(
     why=", which says to each pod where it stands",
 )
 _option = _KUBERNETES.option
-_option("--kubernetes", is_flag=True, help="Run in a Kubernetes cluster, a pod a node, by kubectl.")
-_option("--image", metavar="IMG", help="With --kubernetes: the container image. It has evenstep and the script.")
-_option("--mount-script", is_flag=True, help="The script, one file, is taken from here instead (a ConfigMap).")
-_option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of each pod.")
-_option("--claim", metavar="CLAIM", help="PersistentVolumeClaim for the run directory, that all pods can write.")
-_option("--volume", multiple=True, metavar="CLAIM:PATH", help="Another one, with data; may be repeated.")
-_option("--name", metavar="NAME", help="Of the job.  [default: the script's, and a random end]")
-_option("--namespace", metavar="NS", help="Namespace.  [default: kubectl's]")
-_option("--kind", type=click.Choice(KINDS), default="job", show_default=True, help="What runs the pods.")
-_option("--secret", metavar="NAME", help="A Secret with the run's token (key: token).  [default: a new one]")
+_option(
+    "--kubernetes",
+    is_flag=True,
+    help="Run in a Kubernetes cluster, by kubectl: a pod for each of --nodes (1 without it).",
+)
+_option("--image", metavar="IMG", help="Needed with --kubernetes: the container image. It has evenstep and the script.")
+_option(
+    "--mount-script",
+    is_flag=True,
+    help="With --kubernetes: the script, one file, is taken from here (a ConfigMap); without it, from the image.",
+)
+_option(
+    "--gpus",
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="none",
+    help="With --kubernetes: GPUs of each pod, with a process for each.",
+)
+_option(
+    "--claim",
+    metavar="CLAIM",
+    help="With --kubernetes: PersistentVolumeClaim for the run directory, that all pods can write; without it "
+    "all is lost with the pods.",
+)
+_option(
+    "--volume",
+    multiple=True,
+    metavar="CLAIM:PATH",
+    show_default="none",
+    help="With --kubernetes: another one, with data; may be repeated.",
+)
+_option(
+    "--name", metavar="NAME", show_default="the script's, and a random end", help="With --kubernetes: the job's name."
+)
+_option("--namespace", metavar="NS", show_default="kubectl's", help="With --kubernetes: where it is created.")
+_option(
+    "--kind", type=click.Choice(KINDS), default="job", show_default=True, help="With --kubernetes: what runs the pods."
+)
+_option(
+    "--secret",
+    metavar="NAME",
+    show_default="a new one",
+    help="With --kubernetes: a Secret with the run's token (key: token).",
+)
 _option(
     "--grace",
     type=click.IntRange(min=1),
     default=120,
     metavar="S",
     show_default=True,
-    help="Seconds that an evicted pod has for its step and checkpoint.",
+    help="With --kubernetes: seconds that an evicted pod has for its step and checkpoint.",
 )
 options, is_asked = _KUBERNETES.options, _KUBERNETES.is_asked
 

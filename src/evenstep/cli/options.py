@@ -67,6 +67,11 @@ def _elsewhere(ctx: click.Context, param: click.Parameter, value: str | None) ->
         )
 
 
+def _else(default: str) -> str:
+    """What an option's help shows as its default where the script's own choice, in evenstep.start, comes first."""
+    return f"the script's, else {default}"
+
+
 _OPTIONS = (
     click.option(
         "--processes",
@@ -76,7 +81,9 @@ _OPTIONS = (
         envvar="PET_NPROC_PER_NODE",
         metavar="N",
         callback=_processes,
-        help="Training processes; also gpu, cpu or auto. Default: all visible GPUs, else one.",
+        show_default="one for each visible GPU, else one",
+        help="Training processes of each host. gpu: one for each GPU; cpu: one for each core; "
+        "auto: gpu where there are any, else cpu.",
     ),
     click.option(
         "--nodes",
@@ -85,6 +92,7 @@ _OPTIONS = (
         envvar="PET_NNODES",
         callback=_nodes,
         metavar="N",
+        show_default="this host alone; in a Slurm allocation all of its nodes",
         help="Hosts, each started by this command; MIN:MAX: go on with MIN of MAX if others do not come (again).",
     ),
     click.option(
@@ -93,14 +101,14 @@ _OPTIONS = (
         envvar="PET_NODE_RANK",
         type=click.IntRange(min=0),
         metavar="K",
-        help="Which of them this is, from 0.",
+        help="Which of them this is, from 0; needed with --nodes.",
     ),
     click.option(
         "--master-addr",
         "--master_addr",
         envvar="PET_MASTER_ADDR",
         metavar="ADDRESS",
-        help="An address of node 0 that all hosts reach.",
+        help="An address of node 0 that all hosts reach; needed with --nodes.",
     ),
     click.option(
         "--master-port",
@@ -108,21 +116,27 @@ _OPTIONS = (
         envvar="PET_MASTER_PORT",
         type=click.IntRange(1, 65535),
         metavar="PORT",
-        help="A free port of node 0.",
+        help="A free port of node 0; needed with --nodes.",
     ),
     click.option(
         "--join-timeout",
         type=click.FloatRange(min=1),
         default=600,
-        show_default=True,
+        show_default="600; of doctor 60",
         metavar="S",
         help="Seconds to wait for the other hosts.",
     ),
-    click.option("--hosts", metavar="A:4,B:4", help="Start processes on these hosts by ssh, so many on each."),
+    click.option(
+        "--hosts",
+        metavar="A:4,B:4",
+        show_default="this host alone",
+        help="Start processes on these hosts by ssh, so many on each; one without a number has --processes.",
+    ),
     click.option(
         "--min-hosts",
         type=_POSITIVE,
         metavar="M",
+        show_default="all of them",
         help="With --hosts and --restarts: M of them are enough.",
     ),
     click.option(
@@ -136,66 +150,134 @@ _OPTIONS = (
         metavar="N",
         help="After a failure start again from the last checkpoint, up to N times.",
     ),
-    click.option("--hostfile", type=click.Path(), metavar="FILE", help="As --hosts, from a file, a line a host."),
+    click.option("--hostfile", type=click.Path(), metavar="FILE", help="In place of --hosts: a file, a line a host."),
     click.option(
-        "--global-batch", type=_POSITIVE, metavar="B", help="Samples of one optimizer step, over all processes."
+        "--global-batch",
+        type=_POSITIVE,
+        metavar="B",
+        show_default="the script's",
+        help="Samples of one optimizer step, over all processes.",
     ),
     click.option(
         "--micro-batch",
         metavar="M",
         callback=_micro_batch,
+        show_default=_else("the global batch"),
         help="Samples of one forward and backward; auto: as many as fit the memory, by trial.",
     ),
-    click.option("--memory", metavar="SIZE", callback=_memory, help="What a process may use, for auto: 2GiB."),
-    click.option("--seed", type=click.IntRange(min=0), metavar="S", help="Seed of sample order and randomness."),
+    click.option(
+        "--memory",
+        metavar="SIZE",
+        callback=_memory,
+        show_default=_else("the GPU's; the CPU needs it"),
+        help="With --micro-batch auto: what a process may use, as in 2GiB.",
+    ),
+    click.option(
+        "--seed",
+        type=click.IntRange(min=0),
+        metavar="S",
+        show_default=_else("0"),
+        help="Seed of sample order and randomness.",
+    ),
     click.option(
         "--run",
         "run_directory",
         type=click.Path(),
         metavar="DIR",
-        help="Run directory: logs, checkpoints, metrics. One that has checkpoints is resumed. Default: a new one in "
-        "runs/.",
+        show_default="a new one in runs/",
+        help="Run directory: logs, checkpoints, metrics. One that has checkpoints is resumed.",
     ),
     click.option(
         "--exact/--no-exact",
         default=None,
-        help="Same bits on every layout (the default), or equal to rounding and faster.",
+        show_default=_else("exact"),
+        help="Same bits on every layout, or equal to rounding and any kernel.",
     ),
     click.option(
         "--backend",
         type=click.Choice(["auto", "gloo", "nccl", "mpi", "ucc"]),
+        show_default=_else("auto"),
         help="What processes talk through. auto: nccl where there are GPUs, else gloo.",
     ),
     click.option(
-        "--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="What losses are computed in.  [default: fp32]"
-    ),
-    click.option("--stages", type=_POSITIVE, metavar="S", help="Cut the model into pipeline stages, one process each."),
-    click.option("--shard", is_flag=True, default=None, help="Each process holds a part of every parameter (FSDP2)."),
-    click.option(
-        "--replicas", type=_POSITIVE, metavar="R", help="With --shard: sharded copies of the model.  [default: 1]"
+        "--precision",
+        type=click.Choice(["fp32", "bf16", "fp16"]),
+        show_default=_else("fp32"),
+        help="What losses are computed in.",
     ),
     click.option(
-        "--thread-replicas", type=_POSITIVE, metavar="T", help="Replicas of the model in threads of each process."
+        "--stages",
+        type=_POSITIVE,
+        metavar="S",
+        show_default=_else("1"),
+        help="Cut the model into pipeline stages, one process each; processes that are left make replicas.",
     ),
     click.option(
-        "--split", type=_POSITIVE, metavar="D", help="Spread the model of a process (or thread replica) over D devices."
+        "--shard",
+        is_flag=True,
+        default=None,
+        help="Each process holds a part of every parameter (FSDP2); without it, a whole model (or stage).",
+    ),
+    click.option(
+        "--replicas",
+        type=_POSITIVE,
+        metavar="R",
+        show_default=_else("1"),
+        help="With --shard: sharded copies of the model.",
+    ),
+    click.option(
+        "--thread-replicas",
+        type=_POSITIVE,
+        metavar="T",
+        show_default=_else("1"),
+        help="Replicas of the model in threads of each process.",
+    ),
+    click.option(
+        "--split",
+        type=_POSITIVE,
+        metavar="D",
+        show_default=_else("1"),
+        help="Spread the model of a process (or thread replica) over D devices.",
     ),
     click.option(
         "--batchnorm",
         type=click.Choice(["exact", "sync"]),
+        show_default=_else("exact"),
         help="exact: over a micro-batch, the same on every layout. sync: over what the processes compute at one time.",
     ),
-    click.option("--threads", type=_POSITIVE, metavar="T", help="Intra-op threads of each process."),
-    click.option("--checkpoint-every", type=_POSITIVE, metavar="N", help="Optimizer steps between checkpoints."),
-    click.option("--keep", type=_POSITIVE, metavar="K", help="Checkpoints to keep."),
     click.option(
-        "--fingerprints", is_flag=True, default=None, help="Record a fingerprint of the training at every step."
+        "--threads",
+        type=_POSITIVE,
+        metavar="T",
+        show_default=_else("1"),
+        help="Intra-op threads of each process.",
+    ),
+    click.option(
+        "--checkpoint-every",
+        type=_POSITIVE,
+        metavar="N",
+        show_default=_else("at each epoch's end"),
+        help="Optimizer steps between checkpoints.",
+    ),
+    click.option(
+        "--keep",
+        type=_POSITIVE,
+        metavar="K",
+        show_default=_else("2"),
+        help="How many checkpoints stay, the newest ones.",
+    ),
+    click.option(
+        "--fingerprints",
+        is_flag=True,
+        default=None,
+        help="Record a fingerprint of the training at every step; without it, at checkpoints and the end.",
     ),
     click.option(
         "--allow-other-identity",
         is_flag=True,
         default=None,
-        help="Resume although the run directory was made under another identity (seed, torch version, ...).",
+        help="Resume although the run directory was made under another identity (seed, torch version, ...); without it "
+        "that is refused.",
     ),
     click.option(
         "--output",
@@ -204,7 +286,13 @@ _OPTIONS = (
         show_default=True,
         help="Whose output to show: rank 0's, or everybody's, marked [rank]. Logs have everybody's.",
     ),
-    click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module's name, as in python -m."),
+    click.option(
+        "-m",
+        "--module",
+        "as_module",
+        is_flag=True,
+        help="SCRIPT is a module's name, as in python -m; without it, a file.",
+    ),
     click.option("--standalone", is_flag=True, hidden=True),
     click.option("--rdzv-backend", "--rdzv_backend", hidden=True, expose_value=False, callback=_elsewhere),
     click.option("--rdzv-endpoint", "--rdzv_endpoint", hidden=True, expose_value=False, callback=_elsewhere),

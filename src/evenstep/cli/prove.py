@@ -49,24 +49,29 @@ def _layouts(ctx: click.Context, param: click.Parameter, value: str | None) -> l
     "--layouts",
     callback=_layouts,
     metavar="A,B,...",
-    help=f"Which to compare with one process: {', '.join(LAYOUTS)}. Default: all.",
+    show_default="all",
+    help=f"Which to compare with one process: {', '.join(LAYOUTS)}.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; without it, a table.")
 @click.option(
     "--keep-runs",
     type=click.Path(),
     metavar="DIR",
-    help="Keep the run directories, with logs and traces, in DIR. Default: in a temporary place, and then deleted.",
+    help="Keep the run directories, with logs and traces, in DIR; without it they are temporary.",
 )
-@click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.option(
+    "-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module's name, as in python -m; without it, a file."
+)
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
     metavar="T",
-    help='Compare the weights that two commands write instead: evenstep prove --tolerance 1e-6 "cmd A" "cmd B" '
-    "--weights a.pt b.pt",
+    help='Compare the weights that two commands write: evenstep prove --tolerance 1e-6 "cmd A" "cmd B" '
+    "--weights a.pt b.pt; without it, the fingerprints of one script.",
 )
-@click.option("--weights", nargs=2, type=click.Path(), metavar="A B", help="With --tolerance: the files they write.")
+@click.option(
+    "--weights", nargs=2, type=click.Path(), metavar="A B", help="Needed with --tolerance: the files they write."
+)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def prove(

@@ -28,7 +28,11 @@ from evenstep.record.paths import RunPaths
 @launch_options
 @slurm.options
 @kubernetes.options
-@click.option("--dry-run", is_flag=True, help="With --slurm or --kubernetes: print what would be submitted.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="With --slurm or --kubernetes: print what would be submitted, and submit nothing.",
+)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
@@ -39,7 +43,8 @@ def run(words: list[str], /, script: str, arguments: tuple[str, ...], **options:
     MASTER_ADDR and MASTER_PORT.
 
     In a pod of Kubeflow's operators, what is not said here is read from PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR,
-    PET_MASTER_PORT and PET_NPROC_PER_NODE, as torchrun does. In a Slurm allocation it runs on all nodes of that.
+    PET_MASTER_PORT and PET_NPROC_PER_NODE, as torchrun does. In a Slurm allocation it runs on all nodes of that, with a
+    process for each task where there are several.
     """
     if kubernetes.is_asked():
         return kubernetes.launch()

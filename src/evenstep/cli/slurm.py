@@ -32,20 +32,22 @@ _SLURM = Elsewhere(
     alone=("requeue",),
 )
 _option = _SLURM.option
-_option("--slurm", is_flag=True, help="Submit it as a Slurm job on --nodes nodes, and follow that.")
+_option("--slurm", is_flag=True, help="Submit it as a Slurm job on --nodes nodes (1 without it), and follow that.")
 _option(
     "--time",
     metavar="LIMIT",
+    show_default="the partition's",
     help="With --slurm: the time limit, as for sbatch. Shortly before it the run "
     "writes a checkpoint, and the job goes on in a new turn.",
 )
-_option("--partition", metavar="NAME", help="With --slurm.")
-_option("--account", metavar="NAME", help="With --slurm.")
+_option("--partition", metavar="NAME", show_default="Slurm's", help="With --slurm: where the job runs.")
+_option("--account", metavar="NAME", show_default="Slurm's", help="With --slurm: who pays for it.")
 _option(
     "--slurm-option",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Any other option of sbatch, as in gpus-per-node=4; may be repeated.",
+    help="With --slurm: any other option of sbatch, as in gpus-per-node=4, without which there are no GPUs; may be "
+    "repeated.",
 )
 _option(REQUEUE, is_flag=True, hidden=True, help="In the batch script: have the job start again if need be.")
 options, is_asked = _SLURM.options, _SLURM.is_asked

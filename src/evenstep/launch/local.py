@@ -494,7 +494,10 @@ class _Launch:
             self._refusal = UsageError(event["message"], do=event["do"])
         elif kind == "plain":
             self._events.emit("plain_start", reason=event["reason"])
-            self._say(f"{event['reason']}, so every process imports for itself; the start takes longer")
+            self._say(
+                f"{event['reason']}, so no process can be forked from one that has it, and each imports all for itself: "
+                "the start takes longer, nothing else changes (quick again: import it inside the function that uses it)"
+            )
         elif kind == "foreign":
             self._foreign = True
             self._say(
