@@ -73,13 +73,14 @@ def help_of(verb: str) -> dict[str, str]:
         command = command_line.get_command(outer, verb)
         assert command is not None
         ctx = click.Context(command, info_name=verb, parent=outer)
-        records = {str(param.name): param.get_help_record(ctx) for param in command.params}
+        options = [param for param in command.params if isinstance(param, click.Option)]
+        records = {str(option.name): option.get_help_record(ctx) for option in options}
     return {name: record[1] for name, record in records.items() if record is not None}
 
 
 @pytest.mark.parametrize("verb", command_line.list_commands(click.Context(command_line)))
 def test_each_option_says_its_default_or_what_happens_without_it(verb: str) -> None:
-    says = re.compile(r"\[default: |without it|[Nn]eeded with|In place of|submit nothing")
+    says = re.compile(r"\[default: |without (it|which)|[Nn]eeded with|In place of|submit nothing")
     assert [name for name, text in help_of(verb).items() if not says.search(text)] == []
 
 

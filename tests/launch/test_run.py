@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -184,6 +185,14 @@ def test_import_that_starts_a_thread_makes_a_plain_start(tmp_path: Path) -> None
         result = launch.wait()
     assert (result.code, sorted(result.out.splitlines())) == (0, ["0 1", "[1] 1 1"]), result.err
     assert "importing threaded started 1 thread, so no process can be forked from one that has it" in result.err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
+def test_the_thread_of_pyarrows_allocator_is_not_started(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import pyarrow; print(pyarrow.array([1, 2]).sum())")
+    result = run(tmp_path, "--processes", 2, script)
+    assert (result.code, result.out) == (0, "3\n"), result.err
+    assert "each imports all for itself" not in result.err
 
 
 def test_installed_package_is_imported_once_and_own_module_in_each_process(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ QUIET = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator; pandas and scikit-learn import it
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 

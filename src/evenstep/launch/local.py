@@ -495,8 +495,8 @@ class _Launch:
         elif kind == "plain":
             self._events.emit("plain_start", reason=event["reason"])
             self._say(
-                f"{event['reason']}, so no process can be forked from one that has it, and each imports all for itself: "
-                "the start takes longer, nothing else changes (quick again: import it inside the function that uses it)"
+                f"{event['reason']}, so no process can be forked from one that has it: each imports all for itself, "
+                "and the start takes longer; nothing else changes. To avoid it, import it in the function that uses it"
             )
         elif kind == "foreign":
             self._foreign = True
