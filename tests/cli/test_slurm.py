@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.launch.remote import Host
-from evenstep.launch.slurm import by_srun
+from evenstep.launch.hosts.hostfile import Host
+from evenstep.launch.schedulers.slurm import by_srun
 from tests.launch.launching import evenstep, eventually, launched, write_script
 
 JOB = "JobId=7 JobState={state} Reason=None ExitCode={code}:0 EndTime={ends} NodeList=n[1-2] ReqNodeList=(null)"

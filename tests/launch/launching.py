@@ -57,6 +57,44 @@ class Launch:
         return self.paths.log(rank).read_text()
 
 
+def training(
+    *,
+    first: str = "",
+    start: str = "checkpoint_every=3",
+    data: str = "TensorDataset(torch.ones(40, 4), torch.ones(40, 1))",
+    epochs: str = "int(sys.argv[1])",
+    begins: str = "",
+    computed: str = "",
+    stepped: str = "time.sleep(float(sys.argv[2]))",
+    ends: str = "",
+) -> str:
+    """A script that trains a small model; its arguments are epochs, and seconds of sleep in each step.
+
+    `start` and `data` are what `evenstep.start` and `run.steps` are given. The others are lines: at the top, before the
+    first step, after a step's gradients, after a step, at the end.
+    """
+    return f"""
+import os, sys, time, torch, evenstep
+from pathlib import Path
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+{textwrap.dedent(first)}
+run = evenstep.start(global_batch=8, micro_batch=1, seed=1, {start})
+model = run.prepare(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+steps = run.steps({data}, epochs={epochs})
+run.restore(model=model, optimizer=optimizer)
+{textwrap.dedent(begins)}
+for step in steps:
+    step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
+{textwrap.indent(textwrap.dedent(computed), "    ")}
+    optimizer.step()
+    optimizer.zero_grad()
+{textwrap.indent(textwrap.dedent(stepped), "    ")}
+{textwrap.dedent(ends)}
+"""
+
+
 def write_script(folder: Path, text: str, name: str = "script.py") -> Path:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)

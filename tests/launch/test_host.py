@@ -13,8 +13,9 @@ import pytest
 
 from evenstep.errors import MachineError
 from evenstep.launch import gpus
+from evenstep.launch.hosts.ways import check_way, open_to_others
 from evenstep.launch.kinship import family
-from evenstep.launch.port import check_way, open_to_others, reserve_port
+from evenstep.launch.port import reserve_port
 from tests.launch.launching import eventually
 
 

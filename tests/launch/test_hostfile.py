@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from evenstep.errors import UsageError
-from evenstep.launch.copies import read_stream, write_stream
-from evenstep.launch.gate import GREETING, Line
-from evenstep.launch.remote import Host, parse_hosts, read_hostfile
+from evenstep.launch.hosts.copies import read_stream, write_stream
+from evenstep.launch.hosts.hostfile import Host, parse_hosts, read_hostfile
+from evenstep.launch.hosts.line import GREETING, Line
 
 
 def test_hosts_and_files_of_hosts(tmp_path: Path) -> None:

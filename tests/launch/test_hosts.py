@@ -14,28 +14,16 @@ import pytest
 
 import evenstep as package
 from tests.hosts import Command
-from tests.launch.launching import Result, evenstep, eventually, write_script
+from tests.launch.launching import Result, evenstep, eventually, training, write_script
 from tests.ssh import SshHosts, needs_ssh, ssh_hosts
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = """
-    import os, sys, time, torch, evenstep
-    from torch.nn.functional import mse_loss
-    from torch.utils.data import TensorDataset
-    import beside
-    run = evenstep.start(global_batch=8, micro_batch=1, seed=1, checkpoint_every=3)
-    model = run.prepare(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    steps = run.steps(TensorDataset(torch.ones(40, 4), torch.ones(40, 1)), epochs=int(sys.argv[1]))
-    run.restore(model=model, optimizer=optimizer)
-    print(f"rank {run.rank} got {sys.argv[3:]}", flush=True)
-    for step in steps:
-        step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(float(sys.argv[2]) if os.path.exists("slow") else 0)
-"""
+SCRIPT = training(
+    first="import beside",
+    begins='print(f"rank {run.rank} got {sys.argv[3:]}", flush=True)',
+    stepped='time.sleep(float(sys.argv[2]) if os.path.exists("slow") else 0)',
+)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ import pytest
 import yaml
 
 from tests.hosts import Command, Hosts, hosts, needs_hosts
-from tests.launch.launching import Result, command, evenstep, eventually, write_script
-from tests.launch.test_nodes import SCRIPT
+from tests.launch.launching import Result, command, evenstep, eventually, training, write_script
 
 Found = dict[str, Any]
 SCHEMAS = "1.31"
@@ -299,7 +298,7 @@ def has(file: Path, text: str) -> bool:
     return file.exists() and text in file.read_text()
 
 
-TELLS = SCRIPT + "    if run.rank == 0: print(sys.argv[3:])\n"
+TELLS = training(ends="if run.rank == 0: print(sys.argv[3:])")
 ARGUMENTS = ("2", "0", "a b", "$(HOME)", "$x")
 
 
@@ -358,7 +357,7 @@ def test_the_fingerprint_of_one_process(two: Hosts, tmp_path: Path, kind: str, a
 
 @pytest.mark.slow
 def test_a_name_that_never_comes_is_named(two: Hosts, tmp_path: Path) -> None:
-    write_script(tmp_path, SCRIPT)
+    write_script(tmp_path, training())
     words = ["--nodes", 2, "--master-addr", "nobody-0.nobody", "--master-port", 2345, "--join-timeout", 2, "script.py"]
     commands = [
         two.start(node + 1, *command("run", "--node-rank", node, *words, 1, 0), folder=tmp_path) for node in (0, 1)

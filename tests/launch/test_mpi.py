@@ -11,27 +11,22 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import Hosts, hosts, needs_hosts
-from tests.launch.launching import Result, command, evenstep, write_script
+from tests.launch.launching import Result, command, evenstep, training, write_script
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = """
-    import os, sys, torch, evenstep
-    from torch.nn.functional import mse_loss
-    from torch.utils.data import TensorDataset
-    run = evenstep.start(global_batch=6, micro_batch=1, seed=1, run=sys.argv[1])
-    model = run.prepare(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    for step in run.steps(TensorDataset(torch.ones(24, 4), torch.ones(24, 1)), epochs=1):
-        step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
-        optimizer.step()
-        optimizer.zero_grad()
+SCRIPT = training(
+    start="run=sys.argv[1]",
+    epochs="1",
+    stepped="",
+    ends="""
     if run.rank == 0:
         own = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
                if os.path.islink(f"/proc/self/fd/{fd}")]
         sockets = [line.split() for kind in ("tcp", "tcp6") for line in open(f"/proc/net/{kind}")]
         print("listens at", {s[1].split(":")[0] for s in sockets if s[3] == "0A" and f"socket:[{s[9]}]" in own})
-"""
+    """,
+)
 
 
 @pytest.fixture(scope="module")

@@ -21,25 +21,11 @@ from evenstep.record.activity import Doing, read_activity
 from evenstep.record.events import read_events
 from evenstep.record.paths import RunPaths
 from tests.hosts import Command, Hosts, hosts, needs_hosts
-from tests.launch.launching import Result, command, evenstep, eventually, installed_package, write_script
+from tests.launch.launching import Result, command, evenstep, eventually, installed_package, training, write_script
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = """
-    import sys, time, torch, evenstep
-    from torch.nn.functional import mse_loss
-    from torch.utils.data import TensorDataset
-    run = evenstep.start(global_batch=8, micro_batch=1, seed=1, checkpoint_every=3)
-    model = run.prepare(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    steps = run.steps(TensorDataset(torch.ones(40, 4), torch.ones(40, 1)), epochs=int(sys.argv[1]))
-    run.restore(model=model, optimizer=optimizer)
-    for step in steps:
-        step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(float(sys.argv[2]))
-"""
+SCRIPT = training()
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +224,7 @@ def test_two_processes_that_end_for_want_of_each_other(two: Hosts, tmp_path: Pat
 def test_scripts_that_differ(two: Hosts, tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
-        write_script(folder, SCRIPT + ("\n    print(1)" if folder == folders[1] else ""))
+        write_script(folder, SCRIPT + ("print(1)" if folder == folders[1] else ""))
     commands = [start(two, folder, node, "script.py", 1, 0) for node, folder in enumerate(folders)]
     for one in commands:
         result = one.wait()
@@ -279,7 +265,7 @@ def launcher(made: Hosts, host: int) -> list[int]:
 
 
 def test_a_process_that_leaves_early_is_named(two: Hosts, tmp_path: Path) -> None:
-    write_script(tmp_path, SCRIPT + "        if run.rank == 1 and step.number == 4: __import__('os')._exit(0)\n")
+    write_script(tmp_path, training(stepped="if run.rank == 1 and step.number == 4: os._exit(0)"))
     commands = [start(two, tmp_path, node, "--run", "run", "script.py", 40, 0.05) for node in (0, 1)]
     for result in (one.wait() for one in commands):
         assert (result.code, "rank 0 failed: evenstep.errors.PeerFailed" in result.err) == (1, True), result

@@ -11,28 +11,21 @@ import pytest
 
 from evenstep.record.events import read_events
 from tests.hosts import Command, Hosts, hosts, needs_hosts
-from tests.launch.launching import command, evenstep, eventually, write_script
+from tests.launch.launching import command, evenstep, eventually, training, write_script
 from tests.ssh import needs_ssh, ssh_hosts
 
-SCRIPT = """
-    import os, sys, time, torch, evenstep
-    from torch.nn.functional import mse_loss
-    from torch.utils.data import TensorDataset
-    run = evenstep.start(global_batch=8, micro_batch=1, seed=1, checkpoint_every=3)
-    model = run.prepare(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    steps = run.steps(TensorDataset(torch.ones(40, 4), torch.ones(40, 1)), epochs=4)
-    run.restore(model=model, optimizer=optimizer)
+SCRIPT = training(
+    epochs="4",
+    begins="""
     kills = os.environ.get("KILLS", "").split(",")  # in which step, by start
     start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    for step in steps:
-        step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
-        if start < len(kills) and kills[start] == str(step.number + 1) and run.rank == run.world_size - 1:
-            os.kill(os.getpid(), 9)
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(float(os.environ.get("PYTHONPAUSE", "0")))
-"""
+    """,
+    computed="""
+    if start < len(kills) and kills[start] == str(step.number + 1) and run.rank == run.world_size - 1:
+        os.kill(os.getpid(), 9)
+    """,
+    stepped='time.sleep(float(os.environ.get("PYTHONPAUSE", "0")))',
+)
 
 
 def fingerprint(out: str) -> str:

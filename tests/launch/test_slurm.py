@@ -13,26 +13,12 @@ import pytest
 
 from evenstep.record.events import read_events
 from tests.hosts import Command, needs_hosts
-from tests.launch.launching import command, evenstep, eventually, write_script
+from tests.launch.launching import command, evenstep, eventually, training, write_script
 from tests.slurm import Cluster, cluster, needs_slurm
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = """
-    import sys, time, torch, evenstep
-    from torch.nn.functional import mse_loss
-    from torch.utils.data import TensorDataset
-    run = evenstep.start(global_batch=8, micro_batch=1, seed=1, checkpoint_every=3)
-    model = run.prepare(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    steps = run.steps(TensorDataset(torch.rand(40, 4), torch.ones(40, 1)), epochs=8)
-    run.restore(model=model, optimizer=optimizer)
-    for step in steps:
-        step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(float(sys.argv[1]))
-"""
+SCRIPT = training(epochs="8", stepped="time.sleep(float(sys.argv[1]))")
 PLAIN = """
     import os, torch, torch.distributed as dist
     dist.init_process_group("gloo")

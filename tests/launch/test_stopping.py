@@ -10,12 +10,10 @@ import pytest
 
 from evenstep.launch import taking
 from evenstep.record.events import read_events
-from tests.launch.launching import eventually, launched, write_script
+from tests.launch.launching import eventually, launched, training, write_script
 
-SCRIPT = """
-    import time, torch, evenstep
-    from torch.nn.functional import mse_loss
-
+SCRIPT = training(
+    first="""
     class Slow:
         def __len__(self):
             return 400
@@ -23,17 +21,12 @@ SCRIPT = """
         def __getitem__(self, index):
             time.sleep(0.02)
             return torch.ones(4), torch.ones(1)
-
-    run = evenstep.start(global_batch=8, micro_batch=1, seed=1)
-    model = run.prepare(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    steps = run.steps(Slow(), epochs=30, loaders=2)
-    run.restore(model=model, optimizer=optimizer)
-    for step in steps:
-        step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
-        optimizer.step()
-        optimizer.zero_grad()
-"""
+    """,
+    start="",
+    data="Slow(), loaders=2",
+    epochs="30",
+    stepped="",
+)
 
 
 def test_the_step_is_finished_and_a_checkpoint_written(tmp_path: Path) -> None:

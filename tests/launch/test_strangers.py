@@ -12,33 +12,24 @@ import pytest
 
 from evenstep.record.events import read_events
 from tests.hosts import Hosts, hosts, needs_hosts
-from tests.launch.launching import command, evenstep, eventually, write_script
+from tests.launch.launching import command, evenstep, eventually, training, write_script
 
 TOKEN = "correct horse battery staple"
 
-SCRIPT = """
-    import os, sys, time, torch, evenstep
-    from pathlib import Path
-    from torch.nn.functional import mse_loss
-    from torch.utils.data import TensorDataset
-    assert "EVENSTEP_TOKEN" not in os.environ
-    run = evenstep.start(global_batch=8, micro_batch=1, seed=1)
-    model = run.prepare(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    steps = run.steps(TensorDataset(torch.ones(40, 4), torch.ones(40, 1)), epochs=4)
-    run.restore(model=model, optimizer=optimizer)
-    for step in steps:
-        step.backward(lambda m, b: (mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0])))
-        optimizer.step()
-        optimizer.zero_grad()
-        while step.number == 9 and not Path("go").exists():
-            time.sleep(0.01)
-"""
+SCRIPT = training(
+    first='assert "EVENSTEP_TOKEN" not in os.environ',
+    start="",
+    epochs="4",
+    stepped="""
+    while step.number == 9 and not Path("go").exists():
+        time.sleep(0.01)
+    """,
+)
 
 # Reads "address port" from standard input, a line each, and tries each at once. Says what was tried.
 STRANGER = """
     import os, socket, sys, threading
-    from evenstep.launch.gate import StrangerError, call
+    from evenstep.launch.hosts.proof import StrangerError, call
 
     held = []
 

@@ -13,19 +13,21 @@ MANY = """
 import sys
 from pathlib import Path
 from evenstep.environment import Settings
-from evenstep.launch.local import Script, run_alone
+from evenstep.launch.job import Script
+from evenstep.launch.local import Work, run_alone
 from evenstep.launch.warm import Warm
 from evenstep.record.paths import RunPaths
 
 def start(warm, name, processes):
     paths = RunPaths(Path(name))
     paths.root.mkdir()
-    script = Script("script.py", False, ("word",))
-    outcome = run_alone(script, paths, processes, Settings(), made=(), show="none", say=print, warm=warm)
+    work = Work(Script("script.py", False, ("word",)), processes, Settings(), show="none", say=print)
+    outcome = run_alone(work, paths, made=(), warm=warm)
     logs = [paths.log(rank).read_text() for rank in range(processes)]
     return sorted(one.code for one in outcome.exits), sorted("".join(logs).splitlines())
 
-with Warm("script.py", as_module=False, hash_seed=5) as warm, Warm("script.py", as_module=False, hash_seed=6) as other:
+ours = Script("script.py", False, ())
+with Warm(ours, hash_seed=5) as warm, Warm(ours, hash_seed=6) as other:
     assert warm.refusal() is None
     first = start(warm, "a", 1)
     print(first)

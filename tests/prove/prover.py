@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from evenstep.cli.proof_page import proof_json
-from evenstep.launch.local import Script
+from evenstep.launch.job import Script
 from evenstep.launch.warm import Warm
 from evenstep.prove.attempts import Starter
 from evenstep.prove.layouts import LAYOUTS, ONE
@@ -28,7 +28,7 @@ def main(folder: Path, asked: list[str]) -> None:
     first = str(MISTAKES / "no_mistake.py")  # all of them import the same packages
     with ExitStack() as stack:
         warm, *others = (
-            stack.enter_context(Warm(first, as_module=False, hash_seed=seed))
+            stack.enter_context(Warm(Script(first, False, ()), hash_seed=seed))
             for seed in ((1, 2) if any(one.split(":")[0] in OTHER_HASHES for one in asked) else (1,))
         )
         for name, layouts in (one.split(":") for one in asked):

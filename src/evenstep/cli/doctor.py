@@ -23,10 +23,10 @@ from evenstep.doctor.report import report_of
 from evenstep.doctor.survey import Survey, survey
 from evenstep.doctor.talk import Examined, Host, answer_all
 from evenstep.errors import EvenstepError
-from evenstep.launch.gate import Line
-from evenstep.launch.local import Script
-from evenstep.launch.nodes import Nodes
-from evenstep.launch.remote import forwarded
+from evenstep.launch.hosts.calling import Nodes
+from evenstep.launch.hosts.line import Line
+from evenstep.launch.hosts.transport import forwarded
+from evenstep.launch.job import Script
 
 _PATIENCE = 60.0  # seconds to wait for other nodes, where --join-timeout is not given
 

@@ -15,8 +15,8 @@ from evenstep.cli.options import given_options
 from evenstep.cli.report import say
 from evenstep.environment import TOKEN
 from evenstep.errors import UsageError
-from evenstep.launch.kubectl import Cluster
-from evenstep.launch.kubernetes import KINDS, Asked, manifests, to_yaml
+from evenstep.launch.schedulers.kubectl import Cluster
+from evenstep.launch.schedulers.kubernetes import KINDS, Asked, manifests, to_yaml
 
 # Options of run that the manifests say in their own way.
 _SAID = {"nodes", "processes", "run_directory", "master_port", "dry_run"}

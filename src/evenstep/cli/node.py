@@ -19,11 +19,12 @@ from evenstep.cli.report import say, tell_own_failure
 from evenstep.environment import Settings
 from evenstep.errors import EvenstepError
 from evenstep.interfaces import address_towards
-from evenstep.launch import copies
-from evenstep.launch.gate import GREETING, Line
-from evenstep.launch.local import Script
-from evenstep.launch.remote import ssh_meaning
-from evenstep.launch.several import run_for_hub
+from evenstep.launch.hosts import copies
+from evenstep.launch.hosts.for_hub import Post, run_for_hub
+from evenstep.launch.hosts.line import GREETING, Line
+from evenstep.launch.hosts.transport import ssh_meaning
+from evenstep.launch.job import Script
+from evenstep.launch.local import Work
 from evenstep.record.paths import RunPaths
 
 _PATIENCE = 30.0  # seconds to be told what to do; the connection may be cut
@@ -43,31 +44,29 @@ def node() -> int:
         be_examined(line, told, _address(told))
         return exits.DONE
     outputs = _own_outputs()
-    wanted = Script(told["script"], told["as_module"], tuple(told["arguments"]))
+    script = Script(told["script"], told["as_module"], tuple(told["arguments"]))
 
     def make_paths(_: str | None) -> tuple[RunPaths, tuple[Path, ...]]:
-        if not wanted.as_module:
-            preflight.check_script(wanted.name)
-        return preflight.run_paths(told["run"], wanted.name)
+        if not script.as_module:
+            preflight.check_script(script.name)
+        return preflight.run_paths(told["run"], script.name)
 
     try:
+        settings = told["settings"]
+        work = Work(
+            script,
+            preflight.process_count(told["processes"], settings["thread_replicas"] or 1, settings["split"] or 1),
+            Settings(**{f.name: settings.get(f.name) for f in fields(Settings)}),
+            show="none" if told["node"] and told["show"] != "all" else told["show"],
+            say=say,
+        )
         outcome = run_for_hub(
             line,
             outputs,
-            wanted,
-            preflight.process_count(
-                told["processes"], told["settings"]["thread_replicas"] or 1, told["settings"]["split"] or 1
-            ),
-            Settings(**{f.name: told["settings"].get(f.name) for f in fields(Settings)}),
-            node=told["node"],
-            nodes=told["nodes"],
-            address=_address(told),
-            make_paths=make_paths,
-            tell=lambda outcome, paths: tell_own_failure(outcome, paths, told["node"], show_all=told["show"] == "all"),
-            shared=Path(told["probe"]).exists(),
-            run_id=told["run_id"],
-            show="none" if told["node"] and told["show"] != "all" else told["show"],
-            say=say,
+            work,
+            Post(told["node"], told["nodes"], _address(told), Path(told["probe"]).exists(), told["run_id"]),
+            make_paths,
+            lambda outcome, paths: tell_own_failure(outcome, paths, told["node"], show_all=told["show"] == "all"),
         )
     except EvenstepError as error:
         return error.exit_code  # the hub says it

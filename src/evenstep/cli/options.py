@@ -12,10 +12,11 @@ from evenstep.cli import preflight
 from evenstep.cli.elsewhere import Verb, given
 from evenstep.environment import AUTO, Settings, memory_size
 from evenstep.errors import UsageError
-from evenstep.launch.local import Script
-from evenstep.launch.nodes import Nodes
-from evenstep.launch.remote import Host, Transport, by_ssh
-from evenstep.launch.slurm import by_srun
+from evenstep.launch.hosts.calling import Nodes
+from evenstep.launch.hosts.hostfile import Host
+from evenstep.launch.hosts.transport import Transport, by_ssh
+from evenstep.launch.job import Script
+from evenstep.launch.schedulers.slurm import by_srun
 
 _POSITIVE = click.IntRange(min=1)
 

@@ -15,10 +15,10 @@ from evenstep.environment import LAUNCH, TOKEN, World, read_world
 from evenstep.errors import MachineError, UsageError
 from evenstep.interfaces import own_address
 from evenstep.launch.gpus import visible_gpus
-from evenstep.launch.nodes import Nodes, tell_node_0
+from evenstep.launch.hosts.calling import Nodes, tell_node_0
+from evenstep.launch.hosts.hostfile import Host, parse_hosts, read_hostfile
 from evenstep.launch.port import reserve_port
-from evenstep.launch.remote import Host, parse_hosts, read_hostfile
-from evenstep.launch.slurm import allocation
+from evenstep.launch.schedulers.slurm import allocation
 from evenstep.launch.undo import absent, take_back
 from evenstep.mpi import from_rank_0
 from evenstep.record.paths import RunPaths, new_run_directory

@@ -16,7 +16,7 @@ from evenstep.cli import exits, preflight
 from evenstep.cli.proof_page import Table, finding_lines, proof_json
 from evenstep.cli.prove_weights import prove_weights
 from evenstep.errors import UsageError
-from evenstep.launch.local import Script
+from evenstep.launch.job import Script
 from evenstep.launch.warm import Warm
 from evenstep.prove.attempts import Interrupted, Starter
 from evenstep.prove.layouts import LAYOUTS, Layout
@@ -127,7 +127,7 @@ def _prove(script: Script, layouts: list[Layout], steps: int, keep_runs: str | N
 def _proof(script: Script, folder: Path, layouts: list[Layout], steps: int, table: Table, stack: ExitStack) -> Proof:
     """Start two processes that import, one for each order of hashes, and do it."""
     first, second = (None, None) if "PYTHONHASHSEED" in os.environ else _SEEDS  # the user's word stands
-    warm = stack.enter_context(Warm(script.name, as_module=script.as_module, hash_seed=first))
+    warm = stack.enter_context(Warm(script, hash_seed=first))
     table.begins("importing what the script needs")
     if warm.is_foreign():
         raise UsageError(
@@ -139,7 +139,7 @@ def _proof(script: Script, folder: Path, layouts: list[Layout], steps: int, tabl
 
     def another() -> Warm:
         if not other:
-            other.append(stack.enter_context(Warm(script.name, as_module=script.as_module, hash_seed=second)))
+            other.append(stack.enter_context(Warm(script, hash_seed=second)))
         return other[0]
 
     if any(layout.again for layout in layouts):

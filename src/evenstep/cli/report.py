@@ -11,8 +11,8 @@ import click
 
 from evenstep.cli import exits
 from evenstep.launch.failures import Failure, ended_before
-from evenstep.launch.local import Outcome
-from evenstep.launch.nodes import Fault, doing_text
+from evenstep.launch.others import Fault, doing_text
+from evenstep.launch.outcome import Outcome
 from evenstep.launch.restarts import Verdict
 from evenstep.record.activity import read_activity
 from evenstep.record.paths import RunPaths, newest_checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -13,10 +13,11 @@ from evenstep.cli import exits, kubernetes, preflight, slurm
 from evenstep.cli.options import Launch, launch_options, read_launch
 from evenstep.cli.report import say, tell_failure, tell_hosts, tell_signal
 from evenstep.errors import UsageError
-from evenstep.launch.local import Outcome, run_here
-from evenstep.launch.remote import Ended, run_on_hosts
+from evenstep.launch.hosts.by_hand import run_on_nodes
+from evenstep.launch.hosts.remote import Ended, run_on_hosts
+from evenstep.launch.local import Work, run_here
+from evenstep.launch.outcome import Outcome
 from evenstep.launch.restarts import Verdict
-from evenstep.launch.several import run_on_nodes
 from evenstep.record.paths import RunPaths
 
 
@@ -76,6 +77,7 @@ def _run(launch: Launch, words: list[str]) -> int:
     if launch.hosts is not None:
         return _on_hosts(launch, words)
     wanted = launch.settings.run
+    work = Work(launch.script, launch.processes, launch.settings, launch.output, say)
 
     def tell(outcome: Outcome, paths: RunPaths, verdict: Verdict) -> int:
         if outcome.stopped_by is not None:
@@ -85,26 +87,11 @@ def _run(launch: Launch, words: list[str]) -> int:
 
     if launch.nodes is None:
         paths, made = preflight.run_paths(wanted, script)
-        settings = replace(launch.settings, run=str(paths.root))
-        return run_here(
-            launch.script,
-            paths,
-            launch.processes,
-            settings,
-            made=made,
-            show=launch.output,
-            say=say,
-            restarts=launch.restarts,
-            tell=tell,
-        )
+        return run_here(work, paths, made=made, restarts=launch.restarts, tell=tell)
     return run_on_nodes(
         launch.nodes,
-        launch.script,
-        launch.processes,
-        launch.settings,
+        work,
         lambda name: preflight.run_paths(wanted or name, script),
-        show=launch.output,
-        say=say,
         restarts=launch.restarts,
         tell=tell,
     )

@@ -16,8 +16,8 @@ from evenstep.cli.elsewhere import Elsewhere
 from evenstep.cli.options import given_options
 from evenstep.cli.report import say
 from evenstep.errors import MachineError, UsageError
-from evenstep.launch import slurm
 from evenstep.launch.output import write_all
+from evenstep.launch.schedulers import slurm
 from evenstep.launch.undo import take_back
 from evenstep.record.paths import RunPaths, newest_checkpoint
 

@@ -22,8 +22,8 @@ from evenstep.errors import EvenstepError
 from evenstep.interfaces import interface_of
 from evenstep.interfaces import interfaces as interfaces_of_host
 from evenstep.launch.gpus import visible_gpus
-from evenstep.launch.local import Script
-from evenstep.launch.sameness import same_on_all
+from evenstep.launch.hosts.sameness import same_on_all
+from evenstep.launch.job import Script
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
 

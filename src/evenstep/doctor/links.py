@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from evenstep.launch.gate import PROVE_SECONDS, Knock, StrangerError, call
+from evenstep.launch.hosts.proof import PROVE_SECONDS, Knock, StrangerError, call
 
 _CONNECT = 3.0  # seconds
 _SILENCE = 20.0

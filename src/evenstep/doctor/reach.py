@@ -13,10 +13,12 @@ from typing import Any
 
 from evenstep.doctor.survey import Survey
 from evenstep.doctor.talk import Distant, Examined, Host
-from evenstep.launch.gate import GREETING, Line, Message
-from evenstep.launch.nodes import Calling, Gate, Nodes, Say
-from evenstep.launch.remote import Host as Named
-from evenstep.launch.remote import Transport, command_on
+from evenstep.launch.hosts.calling import Calling, Nodes
+from evenstep.launch.hosts.gate import Gate
+from evenstep.launch.hosts.hostfile import Host as Named
+from evenstep.launch.hosts.line import GREETING, Line, Message
+from evenstep.launch.hosts.transport import Transport, command_on
+from evenstep.launch.output import Say
 
 _LEAVE = 3.0  # seconds
 

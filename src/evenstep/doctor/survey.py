@@ -15,8 +15,8 @@ from evenstep.doctor.facts import Facts, clock, nearest
 from evenstep.doctor.links import Measured, rounds
 from evenstep.doctor.talk import Host
 from evenstep.errors import MachineError
-from evenstep.launch.gate import Message
-from evenstep.launch.nodes import Say
+from evenstep.launch.hosts.line import Message
+from evenstep.launch.output import Say
 
 _SAY_AFTER = 2.0  # seconds
 _ANSWER = 30.0

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from evenstep.doctor.facts import Asked, clock, examine
 from evenstep.doctor.links import Listener, measure
 from evenstep.errors import MachineError
-from evenstep.launch.gate import Line, Message
+from evenstep.launch.hosts.line import Line, Message
 
 _PATIENCE = 600.0  # seconds in which the next question comes
 

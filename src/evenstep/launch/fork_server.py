@@ -81,26 +81,27 @@ def _prepare(job: Job, emit: Callable[..., None], job_descriptor: int, events: i
     if imports.is_foreign(found):
         emit("foreign")
     if job.backend not in (None, "auto"):
-        refusal = _refuse_backend(str(job.backend), job.processes)
+        refusal = _refuse_backend(str(job.backend), job.part.processes)
         if refusal is not None:
             emit("refused", message=refusal[0], do=refusal[1])
             sys.exit(0)
     reason = None
-    if job.processes > 1:
+    if job.part.processes > 1:
         reason = preload(_names(found))
         if reason is not None:
             emit("plain", reason=reason)
-    if job.processes == 1 or reason is not None:
+    if job.part.processes == 1 or reason is not None:
         # One process gains nothing from a fork. An exec ends all threads; pid, pipes and orphans stay ours.
         os.set_inheritable(job_descriptor, True)
         os.set_inheritable(events, True)
         sys.stdout.flush()
-        environment = {**job.environment, "EVENSTEP_LAUNCH": job.tag}
+        environment = {**job.environment, "EVENSTEP_LAUNCH": job.part.tag}
         os.execve(sys.executable, command("plain", job_descriptor, events), environment)
 
 
 def _scan(job: Job) -> imports.Imports:
-    return imports.scan_module(job.script, Path.cwd()) if job.as_module else imports.scan_script(Path(job.script))
+    script = job.script
+    return imports.scan_module(script.name, Path.cwd()) if script.as_module else imports.scan_script(Path(script.name))
 
 
 def _names(found: imports.Imports) -> list[str]:
@@ -131,7 +132,7 @@ def _serve(
     private = {woken, wake, failed, events, job_descriptor, *job.held, *outputs}
     me = os.getpid()
     pids: dict[int, int] = {}
-    for rank in job.ranks:
+    for rank in job.part.ranks:
         pid = os.fork()
         if pid == 0:
             try:
@@ -234,7 +235,7 @@ def _become(job: Job, rank: int, server: int, private: Collection[int]) -> None:
     """Turn a fresh fork into the training process of this rank: group, descriptors, environment."""
     os.setpgid(0, 0)
     kinship.die_with(server)
-    out, err = job.outputs[rank - job.first_rank]
+    out, err = job.outputs[rank - job.part.first_rank]
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(out, 1)
@@ -263,7 +264,7 @@ def _refresh(job: Job) -> None:
     if torch is not None:
         torch.default_generator.seed()
         threads = job.threads()
-        if threads is None and job.processes == 1:
+        if threads is None and job.part.processes == 1:
             threads = len(os.sched_getaffinity(0))  # what torch takes where nothing says otherwise
         if threads is not None and threads != 1:
             torch.set_num_threads(threads)
@@ -305,7 +306,7 @@ def _has_backend(distributed: object, name: str) -> bool:
 
 def _name_process(job: Job) -> None:
     """Let `ps` show the script's command line: written over our own, which the kernel reads from memory."""
-    words = ["python", *(["-m"] if job.as_module else []), job.script, *job.arguments]
+    words = ["python", *job.script.words]
     with suppress(OSError, ValueError, IndexError):
         stat = Path("/proc/self/stat").read_text()
         fields = stat[stat.rindex(")") + 2 :].split()

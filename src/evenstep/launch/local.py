@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import resource
 import secrets
 import selectors
-import shlex
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evenstep.environment import LAUNCH, TOKEN, Settings, write_settings
+from evenstep.environment import LAUNCH, Settings
 from evenstep.errors import EvenstepError, MachineError, UsageError
-from evenstep.interfaces import interface_of
 from evenstep.launch import fork_server, kinship
-from evenstep.launch.failures import (
-    Exit,
-    Failure,
-    Uncaught,
-    ended_before,
-    error_path,
-    first_failure,
-    read_uncaught,
-)
-from evenstep.launch.job import Job, to_json
-from evenstep.launch.nodes import Fault, Link, Spoke, Start, doing_text
-from evenstep.launch.output import Log, Stream, descriptors, open_streams, resize
+from evenstep.launch.failures import Exit, Failure, ended_before, error_path, read_uncaught
+from evenstep.launch.job import Job, Part, Script, all_of_it, to_json
+from evenstep.launch.others import Fault, Others, doing_text
+from evenstep.launch.outcome import Outcome, Tell
+from evenstep.launch.output import Log, Say, Stream, open_streams, resize
 from evenstep.launch.port import reserve_port
+from evenstep.launch.prepare import environment_for, lock, prepare_logs, see_descriptors
 from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.taking import Echo, signals_to
 from evenstep.launch.undo import take_back
@@ -46,119 +36,27 @@ from evenstep.record.paths import RunPaths
 _VERDICT = 3.0  # seconds in which it is learned whose failure was the first, of several hosts
 _LAST_WORDS = 0.5  # seconds to read what is left in the pipes, once every process has ended
 _TICK = 0.2  # seconds
-_LOCK_PATIENCE = 3.0  # seconds for a killed launcher's processes to be gone
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGWINCH, signal.SIGTSTP)
 _LAUNCHER_RANK = -1  # in the launcher's own events
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
-class Script:
-    """What to run, as the user wrote it."""
+class Work:
+    """What this host is to run, and how it is shown."""
 
-    name: str
-    as_module: bool
-    arguments: tuple[str, ...]
-
-    def __str__(self) -> str:
-        """As on a command line."""
-        return shlex.join([*(["-m"] if self.as_module else []), self.name, *self.arguments])
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a launch ended."""
-
-    exits: tuple[Exit, ...]  # in the order in which they were seen
-    uncaught: tuple[Uncaught, ...]
-    signal: int | None  # the one that the launcher itself got
-    server_died: str | None  # how the fork server ended, if before its time
-    log_starts: dict[int, int]  # by rank: bytes that the log held before this launch's output
-    fault: Fault | None = None  # the failure that ended a run of several hosts, on whichever it was
-    frozen: tuple[int, ...] = ()  # ranks that somebody had stopped by a signal
-    verdict: Verdict | None = None  # what follows the fault, where the hub of several hosts has decided it
-    foreign: bool = False  # the script does not use evenstep
-
-    @property
-    def failure(self) -> Failure | None:
-        """The failure that led, None if every process ended well."""
-        for one in self.exits:
-            if one.rank in self.frozen:
-                return Failure(one, None)
-        return first_failure(self.exits, self.uncaught)
-
-    @property
-    def stopped_by(self) -> int | None:
-        """The signal that ended the run in good order, or that the launcher got."""
-        orderly = [one.code - 128 for one in self.exits if one.orderly]
-        return self.signal if self.signal is not None else orderly[0] if orderly and self.failure is None else None
-
-
-Tell = Callable[[Outcome, RunPaths, Verdict], int]
-"""Reports how a start ended and what follows; returns the command's exit code."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """What this host does of a launch: `processes` of its `world_size` processes, from `first_rank` on."""
-
+    script: Script
     processes: int
-    first_rank: int
-    world_size: int
-    node: int
-    nodes: int
-    address: str  # where rank 0's store listens
-    port: int
-    tag: str
-    link: Link | None  # to the launchers of the other hosts
-    place: int = 0  # of this host among those that take part
-    restart: int = 0  # how often the run was started again before
-    restarts: int = 0  # and how often it may be
-
-    @property
-    def ranks(self) -> range:
-        """The ranks of this host's processes."""
-        return range(self.first_rank, self.first_rank + self.processes)
+    settings: Settings
+    show: str  # whose output reaches the terminal: first, all or none
+    say: Say
 
 
-def part_of(start: Start, processes: int, link: Link) -> Part:
-    """The part that the hub gave to this host."""
-    return Part(
-        processes,
-        start.first_rank,
-        start.world_size,
-        start.node,
-        start.nodes,
-        start.address,
-        start.port,
-        start.tag,
-        link,
-        start.place,
-        start.restart,
-        start.restarts,
-    )
-
-
-def run_here(
-    script: Script,
-    paths: RunPaths,
-    processes: int,
-    settings: Settings,
-    *,
-    made: Sequence[Path],
-    show: str,
-    say: Say,
-    restarts: int,
-    tell: Tell,
-) -> int:
+def run_here(work: Work, paths: RunPaths, *, made: Sequence[Path], restarts: int, tell: Tell) -> int:
     """`run_alone`, after a failure again, up to `restarts` times. `tell` is told how each start ended; what it returns
     for the last is returned."""
     again = Restarts(restarts)
     while True:
-        outcome = run_alone(
-            script, paths, processes, settings, made=made, show=show, say=say, restart=again.done, restarts=restarts
-        )
+        outcome = run_alone(work, paths, made=made, restart=again.done, restarts=restarts)
         verdict = Verdict(False)
         failure = outcome.failure
         if outcome.stopped_by is None and (failure is not None or outcome.server_died is not None):
@@ -172,85 +70,61 @@ def run_here(
 
 
 def run_alone(
-    script: Script,
+    work: Work,
     paths: RunPaths,
-    processes: int,
-    settings: Settings,
     *,
     made: Sequence[Path],
-    show: str,
-    say: Say,
     warm: Warm | None = None,
     tick: Callable[[], None] | None = None,
     restart: int = 0,
     restarts: int = 0,
 ) -> Outcome:
-    """Run `script` as `processes` processes of this host, which no other host has to do with. See `run_part`."""
+    """Do work that no other host has to do with. See `run_part`."""
     port, keeper = reserve_port()
     with keeper:
-        tag = secrets.token_hex(8)
-        part = Part(processes, 0, processes, 0, 1, "127.0.0.1", port, tag, None, restart=restart, restarts=restarts)
-        return run_part(script, paths, part, settings, made=made, show=show, say=say, warm=warm, tick=tick)
+        part = all_of_it(work.processes, port, secrets.token_hex(8), restart=restart, restarts=restarts)
+        return run_part(work, paths, part, None, made=made, warm=warm, tick=tick)
 
 
 def run_part(
-    script: Script,
+    work: Work,
     paths: RunPaths,
     part: Part,
-    settings: Settings,
+    others: Others | None,
     *,
     made: Sequence[Path],
-    show: str,
-    say: Say,
     warm: Warm | None = None,
     tick: Callable[[], None] | None = None,
 ) -> Outcome:
-    """Run this host's part of a launch of `script`, and wait for its end (and that of the other hosts' parts).
+    """Do this host's part of a launch, and wait for its end (and that of the `others`' parts).
 
     UsageError before the first process starts, for what cannot work; MachineError if this host does not let us start.
     `made` are folders that were made for this launch, innermost first; after such an error they are removed again,
-    if nobody has put anything into them. `show`: whose output reaches the terminal: first, all or none. `say`
-    prints one of our own lines for the user. `warm` saves the imports. `tick` is called a few times a second.
+    if nobody has put anything into them. `warm` saves the imports. `tick` is called a few times a second.
     """
     with ExitStack() as stack:
         held: tuple[int, ...] = ()
         if part.node == 0:  # the other hosts may see the same directory
-            held = (_lock(paths),)
+            held = (lock(paths),)
             stack.callback(os.close, held[0])
         stack.push(lambda kind, error, trace: _take_back_refused(error, paths, made))
-        _see_descriptors(part.processes)
-        _prepare_logs(paths, part.ranks)
-        logs = [Log(paths.log(rank), f"rank {rank} of {part.world_size}: {script}", say) for rank in part.ranks]
+        see_descriptors(part.processes)
+        prepare_logs(paths, part.ranks)
+        script = work.script
+        logs = [Log(paths.log(rank), f"rank {rank} of {part.world_size}: {script}", work.say) for rank in part.ranks]
         for log in logs:
             stack.callback(log.close)
-        streams, outputs = open_streams(logs, first=part.first_rank, show=show)
+        streams, outputs = open_streams(logs, first=part.first_rank, show=work.show)
         for stream in streams:
             stack.callback(os.close, stream.source)
-        job = Job(
-            script=script.name,
-            as_module=script.as_module,
-            arguments=script.arguments,
-            run=str(paths.root),
-            processes=part.processes,
-            environment=_environment(settings, part),
-            tag=part.tag,
-            address=part.address,
-            port=part.port,
-            first_rank=part.first_rank,
-            world_size=part.world_size,
-            node=part.node,
-            place=part.place,
-            nodes=part.nodes,
-            backend=settings.backend,
-            outputs=tuple(outputs),
-            held=held,
-            launcher=os.getpid(),
-        )
-        events = EventWriter(paths.node_events(part.node), _LAUNCHER_RANK, on_error=say)
+        environment = environment_for(replace(work.settings, run=str(paths.root)), part, others)
+        backend = work.settings.backend
+        job = Job(script, part, str(paths.root), environment, backend, tuple(outputs), held, os.getpid())
+        events = EventWriter(paths.node_events(part.node), _LAUNCHER_RANK, on_error=work.say)
         stack.callback(events.close)
         arguments = list(script.arguments)
         events.emit("launch", script=script.name, arguments=arguments, processes=part.processes, tag=part.tag)
-        return _Launch(job, part.link, logs, streams, events, say, warm, tick).run()
+        return _Launch(job, others, logs, streams, events, work.say, warm, tick).run()
 
 
 def _take_back_refused(error: BaseException | None, paths: RunPaths, made: Sequence[Path]) -> None:
@@ -264,7 +138,7 @@ class _Launch:
     def __init__(
         self,
         job: Job,
-        link: Link | None,
+        others: Others | None,
         logs: Sequence[Log],
         streams: Sequence[Stream],
         events: EventWriter,
@@ -273,7 +147,7 @@ class _Launch:
         tick: Callable[[], None] | None,
     ) -> None:
         self._job = job
-        self._link = link
+        self._others = others
         self._logs = logs
         self._streams = list(streams)
         self._events = events
@@ -293,11 +167,10 @@ class _Launch:
     def run(self) -> Outcome:
         kinship.adopt_orphans()  # should the fork server be killed, its processes become ours to end
         with signals_to(self._on_signal, *_SIGNALS):
-            if self._link is not None:
-                self._link.report(self._doings)
-                self._link.watch(self._on_fault)
-            if isinstance(self._link, Spoke):
-                self._link.obey(self._on_order)
+            if self._others is not None:
+                self._others.report(self._doings)
+                self._others.watch(self._on_fault)
+                self._others.obey(self._on_order)
             events_end = self._start()
             try:
                 self._follow(events_end)
@@ -307,23 +180,23 @@ class _Launch:
             self._part_from_others(server_died)
         if self._refusal is not None:
             raise self._refusal
-        uncaught = (read_uncaught(error_path(self._job.paths().log(rank))) for rank in self._job.ranks)
+        uncaught = (read_uncaught(error_path(self._job.paths().log(rank))) for rank in self._job.part.ranks)
         return Outcome(
             tuple(self._exits),
             tuple(one for one in uncaught if one),
             self._signal,
             server_died,
-            {rank: log.start for rank, log in zip(self._job.ranks, self._logs, strict=True)},
-            None if self._link is None else self._link.fault,
+            {rank: log.start for rank, log in zip(self._job.part.ranks, self._logs, strict=True)},
+            None if self._others is None else self._others.fault,
             tuple(self._frozen),
-            None if self._link is None or self._link.fault is None else self._link.verdict,
+            None if self._others is None or self._others.fault is None else self._others.verdict,
             self._foreign,
         )
 
     # ---- other hosts
 
     def _on_fault(self, fault: Fault) -> None:
-        """In the link's thread: the run has failed somewhere."""
+        """In a thread of the others': the run has failed somewhere."""
         self._felled = True
         if self._started:
             self._command(fail=True)
@@ -331,14 +204,14 @@ class _Launch:
             self._server.kill()  # it is importing, which can take long
 
     def _on_order(self, order: Mapping[str, Any]) -> None:
-        """In the link's thread: the launcher that started this one was told to stop."""
+        """In a thread of the others': the launcher that started this one was told to stop."""
         if "stop" in order or "kill" in order:
             os.kill(os.getpid(), order.get("stop", signal.SIGINT))
 
     def _doings(self) -> dict[int, Doing]:
-        """In the link's thread: what the processes are doing."""
+        """In a thread of the others': what the processes are doing."""
         paths = self._job.paths()
-        seen = {rank: read_activity(paths.activity(rank)) for rank in self._job.ranks}
+        seen = {rank: read_activity(paths.activity(rank)) for rank in self._job.part.ranks}
         return {rank: doing for rank, doing in seen.items() if doing is not None}
 
     def _tell(
@@ -351,13 +224,13 @@ class _Launch:
         lasting: bool = False,
         before: str = "",
     ) -> None:
-        if self._link is None:
+        if self._others is None:
             return
         doing = read_activity(self._job.paths().activity(rank))
-        self._link.tell(
+        self._others.tell(
             Fault(
-                self._job.node,
-                self._link.host,
+                self._job.part.node,
+                self._others.host,
                 what,
                 rank,
                 log=str(self._job.paths().log(rank)),
@@ -372,19 +245,21 @@ class _Launch:
 
     def _part_from_others(self, server_died: str | None) -> None:
         """Once all has ended here: tell the other hosts, and wait until it is known how they ended."""
-        link = self._link
-        if link is None:
+        others = self._others
+        if others is None:
             return
         in_order = bool(self._exits) and all(one.orderly for one in self._exits)
         if self._refusal is not None or (self._signal is not None and not in_order):
             return  # leaving tells them
         if server_died is not None:
-            self._tell(self._job.first_rank, f"and all others there were ended: their parent {server_died}", code=4)
+            self._tell(
+                self._job.part.first_rank, f"and all others there were ended: their parent {server_died}", code=4
+            )
         if any(one.failed for one in self._exits) or server_died is not None:
-            link.wait(_VERDICT)
+            others.wait(_VERDICT)
             return
-        link.done(self._exits[0].code - 128 if in_order else None)
-        while not link.wait(0.1) and (self._signal is None or in_order):
+        others.done(self._exits[0].code - 128 if in_order else None)
+        while not others.wait(0.1) and (self._signal is None or in_order):
             pass
 
     def _start(self) -> int:
@@ -394,9 +269,9 @@ class _Launch:
         events_end, events = os.pipe()
         outputs = {descriptor for pair in self._job.outputs for descriptor in pair}
         passed = {job, events, *self._job.held, *outputs}
-        environment = {**self._job.environment, **fork_server.QUIET, LAUNCH: self._job.tag}
-        if self._job.processes == 1:
-            environment = {**self._job.environment, LAUNCH: self._job.tag}
+        environment = {**self._job.environment, **fork_server.QUIET, LAUNCH: self._job.part.tag}
+        if self._job.part.processes == 1:
+            environment = {**self._job.environment, LAUNCH: self._job.part.tag}
         try:
             while self._warm is not None and not self._warm.wait(_TICK):
                 if self._is_over:
@@ -511,7 +386,7 @@ class _Launch:
             resize(self._streams)
             self._command(tell=int(number))
             return
-        if number == int(signal.SIGTSTP) and self._job.nodes > 1:
+        if number == int(signal.SIGTSTP) and self._job.part.nodes > 1:
             with suppress(OSError):
                 os.write(2, b"\nevenstep: Ctrl-Z is for one host: the others would take this one for lost\n")
             return
@@ -540,7 +415,7 @@ class _Launch:
                 os.write(self._server.stdin.fileno(), json.dumps(command).encode() + b"\n")
 
     def _sweep(self) -> None:
-        kinship.sweep(self._job.tag, spare=spared())
+        kinship.sweep(self._job.part.tag, spare=spared())
 
     def _end(self) -> str | None:
         """See that nothing is left; how the fork server ended, if before its time."""
@@ -565,77 +440,3 @@ class _Launch:
 def failed_step(doing: Doing | None, *, foreign: bool) -> int | None:
     """The step of a failure, 0 before the first; None for a script that does not use evenstep."""
     return None if foreign else 0 if doing is None else doing.step
-
-
-def _environment(settings: Settings, part: Part) -> Mapping[str, str]:
-    """What every process gets: ours with the options' variables."""
-    environment = {name: value for name, value in os.environ.items() if name != TOKEN}
-    environment.update(write_settings(settings))
-    environment["TORCHELASTIC_RESTART_COUNT"] = str(part.restart)  # torchrun's names
-    environment["TORCHELASTIC_MAX_RESTARTS"] = str(part.restarts)
-    if settings.threads is not None:
-        environment["OMP_NUM_THREADS"] = str(settings.threads)
-    elif part.world_size > 1:
-        # As torchrun does: else every process would take all cores.
-        environment.setdefault("OMP_NUM_THREADS", "1")
-    if part.link is None and part.world_size > 1:  # no other host is to reach gloo
-        name = interface_of("127.0.0.1")
-        if name is not None:
-            environment.setdefault("GLOO_SOCKET_IFNAME", name)
-    elif part.link is not None and part.link.interface:
-        name = interface_of(part.link.interface)
-        if name is not None:  # that on which the hosts found each other; the user's own choice wins
-            environment.setdefault("GLOO_SOCKET_IFNAME", name)
-            environment.setdefault("NCCL_SOCKET_IFNAME", name)
-    return environment
-
-
-def _lock(paths: RunPaths) -> int:
-    """Keep other launchers out of the run directory for as long as the descriptor is open, here or in the server."""
-    descriptor = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY)
-    deadline = time.monotonic() + _LOCK_PATIENCE
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise UsageError(
-                    f"run directory {paths.root} is in use by another `evenstep run`",
-                    do="wait for it, stop it, or give another --run DIR",
-                ) from None
-            time.sleep(0.05)
-        except OSError:
-            return descriptor  # a file system without locks
-
-
-def _see_descriptors(processes: int) -> None:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit != resource.RLIM_INFINITY and limit < descriptors(processes):
-        raise MachineError(
-            f"{processes} processes on one host take {descriptors(processes)} open files, and {limit} are allowed",
-            do="raise `ulimit -n`, or start fewer processes",
-        )
-
-
-def _prepare_logs(paths: RunPaths, ranks: range) -> None:
-    """Make the logs' folder, see that the disk takes something, and remove what an earlier start said of its end."""
-    folder = paths.log(0).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in (*map(error_path, map(paths.log, ranks)), *map(paths.activity, ranks)):
-            old.unlink(missing_ok=True)
-        probe = folder / f"probe-{os.getpid()}"
-        try:
-            with open(probe, "wb") as file:
-                file.write(b"\0" * (1 << 16))
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise MachineError(
-            f"cannot write into the run directory {paths.root}: {error.strerror}",
-            do="free space there, or give another --run DIR",
-        ) from error

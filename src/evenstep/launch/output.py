@@ -18,6 +18,9 @@ from pathlib import Path
 
 from evenstep.record.append import AppendFile
 
+Say = Callable[[str], None]
+"""Prints one of our own lines for the user."""
+
 _LONGEST_LINE = 1 << 16  # a line is passed on at this length, ended or not
 
 

@@ -63,16 +63,17 @@ def _run(job: Job, bare: Collection[str]) -> None:
     importlib.invalidate_caches()  # the fork server read the folders some time ago
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
-    code = _module(job, main, bare) if job.as_module else _file(job, main, bare)
-    sys.argv = [str(main.__dict__["__file__"]) if job.as_module else job.script, *job.arguments]
-    sys.orig_argv = [sys.executable, *(["-m"] if job.as_module else []), job.script, *job.arguments]
+    code = _module(job, main, bare) if job.script.as_module else _file(job, main, bare)
+    script = job.script
+    sys.argv = [str(main.__dict__["__file__"]) if script.as_module else script.name, *script.arguments]
+    sys.orig_argv = [sys.executable, *script.words]
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
 
 def _file(job: Job, main: ModuleType, bare: Collection[str]) -> CodeType:
     """A script file, or a directory's __main__.py."""
-    given = Path(job.script)
+    given = Path(job.script.name)
     is_directory = given.is_dir()
     path = os.path.abspath(given / "__main__.py" if is_directory else given)
     folder = os.path.abspath(given) if is_directory else os.path.dirname(os.path.realpath(path))
@@ -93,7 +94,7 @@ def _module(job: Job, main: ModuleType, bare: Collection[str]) -> CodeType:
     """`-m name`: found as an import would find it, run as `__main__`."""
     if not sys.flags.safe_path:
         _search_first(os.getcwd(), bare)
-    name = job.script
+    name = job.script.name
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         name = f"{name}.__main__"
@@ -148,7 +149,7 @@ def _show(job: Job, rank: int, error: BaseException) -> int:
     code = error.exit_code if isinstance(error, EvenstepError) else 1
     # As the interpreter does: functions registered with atexit tell by it that the script failed.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-    secondary = isinstance(error, KeyboardInterrupt) or (job.world_size > 1 and is_secondary(error))
+    secondary = isinstance(error, KeyboardInterrupt) or (job.part.world_size > 1 and is_secondary(error))
     # What only follows from another process's failure must not reach the terminal before the cause does.
     _record(job, rank, error, code, shown=not secondary, secondary=secondary)
     if secondary:

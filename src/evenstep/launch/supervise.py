@@ -83,7 +83,7 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
                     deadline = None
                 elif number.isdigit() and said != STOPPING:
                     leaving.add(int(number))
-                    if not stopping and deadline is None and job.world_size > 1:
+                    if not stopping and deadline is None and job.part.world_size > 1:
                         deadline = now + _WAY_OUT
 
         if commands in readable:
@@ -107,7 +107,7 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
                     _signal(live, command["stop"])
 
         # A launcher that stands still is lost to those of other hosts, which end the run.
-        watched = [*live, job.launcher] if job.nodes > 1 else list(live)
+        watched = [*live, job.launcher] if job.part.nodes > 1 else list(live)
         if not stopping and deadline is None and frozen.seen(watched, now):
             for rank in frozen.ranks(live):
                 emit("frozen", rank=rank, seconds=_FROZEN)
@@ -122,7 +122,7 @@ def watch(job: Job, pids: Mapping[int, int], *, commands: int, failed: int, woke
             deadline = now + (_GRACE_AFTER_FAILURE if ask else 0.1)
             next_signal = signal.SIGKILL
 
-    found = sweep(job.tag)
+    found = sweep(job.part.tag)
     _reap()
     emit("done", left=list(found.values()))
 

@@ -19,7 +19,7 @@ from typing import IO, Protocol
 from evenstep.environment import TOKEN
 from evenstep.errors import MachineError
 from evenstep.launch import fork_server, kinship
-from evenstep.launch.job import Job, to_json
+from evenstep.launch.job import Job, Script, all_of_it, to_json
 
 _warm: set[int] = set()  # pids; see `spared`
 
@@ -36,7 +36,7 @@ class Server(Protocol):
 class Warm:
     """The process, from its start to `close`. It imports while the caller goes on; the first `start` waits for it."""
 
-    def __init__(self, script: str, *, as_module: bool, hash_seed: int | None = None, once: bool = False) -> None:
+    def __init__(self, script: Script, *, hash_seed: int | None = None, once: bool = False) -> None:
         """`hash_seed` is that of the script's processes (PYTHONHASHSEED), None: as in this process's environment. With
         `once` the first `start` closes it."""
         self._once = once
@@ -45,7 +45,7 @@ class Warm:
         if hash_seed is not None:
             environment["PYTHONHASHSEED"] = str(hash_seed)
         job = os.memfd_create("evenstep-warm")
-        os.write(job, to_json(_about(script, as_module)))
+        os.write(job, to_json(_about(script)))
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = subprocess.Popen(
@@ -148,25 +148,6 @@ class _Forked:
         return self._code
 
 
-def _about(script: str, as_module: bool) -> Job:
+def _about(script: Script) -> Job:
     """What the process needs to know beforehand."""
-    return Job(
-        script=script,
-        as_module=as_module,
-        arguments=(),
-        run="",
-        processes=0,
-        environment={},
-        tag="",
-        address="",
-        port=0,
-        first_rank=0,
-        world_size=0,
-        node=0,
-        place=0,
-        nodes=1,
-        backend=None,
-        outputs=(),
-        held=(),
-        launcher=os.getpid(),
-    )
+    return Job(script, all_of_it(0, 0, ""), "", {}, None, (), (), os.getpid())

@@ -11,7 +11,9 @@ from typing import Any
 
 from evenstep.errors import MachineError
 from evenstep.launch.failures import Failure
-from evenstep.launch.local import Outcome, Script, run_alone
+from evenstep.launch.job import Script
+from evenstep.launch.local import Work, run_alone
+from evenstep.launch.outcome import Outcome
 from evenstep.launch.warm import Warm
 from evenstep.prove.layouts import Layout, settings_of
 from evenstep.prove.reasons import known_mistake
@@ -110,17 +112,8 @@ class Starter:
     def _start(self, layout: Layout, paths: RunPaths, settings: Any) -> Attempt:
         warm = self._other() if layout.again else self._warm
         tick = self._tick
-        outcome = run_alone(
-            self._script,
-            paths,
-            layout.processes,
-            settings,
-            made=(),
-            show="none",
-            say=lambda line: None,
-            warm=warm,
-            tick=None if tick is None else lambda: tick(paths),
-        )
+        work = Work(self._script, layout.processes, settings, show="none", say=lambda line: None)
+        outcome = run_alone(work, paths, made=(), warm=warm, tick=None if tick is None else lambda: tick(paths))
         _refuse_broken(outcome)
         return Attempt(layout, paths, outcome.failure)
 

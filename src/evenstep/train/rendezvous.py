@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from ipaddress import ip_address
 from itertools import count
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from evenstep.environment import World
 from evenstep.errors import MachineError, UsageError
 from evenstep.interfaces import interface_of, interfaces, only_address
+from evenstep.listening import listen_at
 from evenstep.mpi import from_rank_0
 
 _SECONDS = 120.0  # how long rank 0 is looked for
@@ -157,7 +157,8 @@ def _rank_0(world: World, ports: Sequence[int], job: str, address: str | None) -
 
 def _serve(world: World, port: int, address: str | None) -> TCPStore:
     """Rank 0's store. `address` None: on all of the host's, where the others' way here is not known beforehand."""
-    listener = None if address is None else _listen(address, port, several=world.world_size > world.local_world_size)
+    alone = world.world_size == world.local_world_size
+    listener = None if address is None else listen_at(address, port, loopback=alone)
     return TCPStore(
         address or "127.0.0.1",
         port if listener is None else listener.getsockname()[1],
@@ -167,28 +168,6 @@ def _serve(world: World, port: int, address: str | None) -> TCPStore:
         wait_for_workers=False,
         master_listen_fd=None if listener is None else listener.detach(),
     )
-
-
-def _listen(address: str, port: int, *, several: bool) -> socket.socket | None:
-    """A socket that listens there; None where torch itself is to open one, on all addresses.
-
-    That is where the name of a run of `several` hosts means the loopback interface on its own host.
-    """
-    try:
-        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        if several and ip_address(place[0]).is_loopback:
-            return None
-        listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError:
-        return None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
-        listener.listen(1024)
-    except OSError:  # it is a forwarded address
-        listener.close()
-        return None
-    return listener
 
 
 def _find(world: World, names: Sequence[str], ports: Sequence[int], job: str) -> Store:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import base64
 import os
-import re
 import secrets
-import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,110 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenstep.environment import SSH, TOKEN
-from evenstep.errors import EvenstepError, MachineError, UsageError
-from evenstep.launch.copies import Copy, run_id
-from evenstep.launch.gate import GREETING, Line, Message
-from evenstep.launch.home import Home
-from evenstep.launch.nodes import Fault, Hub, Member, Say
-from evenstep.launch.output import Writer
+from evenstep.errors import EvenstepError, MachineError
+from evenstep.launch.hosts.copies import Copy, run_id
+from evenstep.launch.hosts.home import Home
+from evenstep.launch.hosts.hostfile import Host
+from evenstep.launch.hosts.hub import Hub, Member
+from evenstep.launch.hosts.line import GREETING, Line, Message
+from evenstep.launch.hosts.transport import Transport, command_on, forwarded
+from evenstep.launch.others import Fault
+from evenstep.launch.output import Say, Writer
 from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.taking import Echo, signals_to
 from evenstep.launch.undo import take_back
 from evenstep.record.paths import RunPaths
 from evenstep.record.publish import write_whole
 
-# Nobody is there to answer a question. A connection that is cut before our own beats go over it ends by itself.
-_SSH_OPTIONS = [
-    "-T",
-    *("-o", "BatchMode=yes"),
-    *("-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=3"),
-    *("-o", "ServerAliveCountMax=2"),
-]
 _TRY_AGAIN = 5.0  # seconds before a host that is gone is tried again
 _MOST_OUTPUT = 1 << 22  # bytes that wait for the terminal, above which the hosts are to keep theirs
 _LAST_WORDS = 30.0  # seconds for logs to come back
-_FORWARDED = re.compile(r"^(EVENSTEP_|PYTHON|OMP_|MKL_|OPENBLAS_|NCCL_|GLOO_|TORCH|CUDA_|HF_|PATH$|LD_LIBRARY_PATH$)")
-
-
-@dataclass(frozen=True)
-class Host:
-    """A host, and how many processes it gets (None: as many as it has GPUs, else one)."""
-
-    name: str
-    processes: int | None
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is this very host."""
-        return self.name in ("localhost", "127.0.0.1", socket.gethostname(), os.environ.get("SLURMD_NODENAME"))
-
-
-def parse_hosts(text: str) -> list[Host]:
-    """`a:4,b:4`, `user@a,b`. UsageError for what makes no sense."""
-    return _checked([_host(part.strip(), text) for part in text.split(",") if part.strip()], text)
-
-
-def read_hostfile(path: Path) -> list[Host]:
-    """A line a host: `a:4`, `a 4` or, as for mpirun, `a slots=4`; # begins a comment."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise UsageError(f"cannot read the host file {path}: {error.strerror}", do="see its name") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the host file {path} is no text: {error}", do="write a line a host, as in a:4") from error
-    hosts = []
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if words:
-            rest = [re.sub(r"^slots=", "", word) for word in words[1:] if not re.match("max[-_]slots=", word)]
-            hosts.append(_host(":".join([words[0], *rest]), f"{path}, line {number}"))
-    return _checked(hosts, str(path))
-
-
-def _host(text: str, where: str) -> Host:
-    match = re.fullmatch(r"([^\s:,]+|\[[0-9a-fA-F:]+\])(?::(\d+))?", text)
-    if match is None or match[1].startswith("-") or match[2] == "0":
-        raise UsageError(
-            f"{text!r} (in {where!r}) is no host",
-            do="write host:processes, as in a:4,b:4, or user@host:4; an IPv6 address in brackets, as in [fd00::1]:4",
-        )
-    return Host(match[1].strip("[]"), None if match[2] is None else int(match[2]))
-
-
-def _checked(hosts: list[Host], where: str) -> list[Host]:
-    if not hosts:
-        raise UsageError(f"there is no host in {where!r}", do="write host:processes, as in a:4,b:4")
-    names = [host.name for host in hosts]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UsageError(f"{twice} stands twice in {where}", do="name each host once, with all its processes")
-    return hosts
-
-
-Transport = Callable[[Host], list[str]]
-"""The command that runs a shell command line, its last word, on a host, with our pipes."""
-
-
-def by_ssh(host: Host) -> list[str]:
-    """The system's ssh client, so that the user's configuration, agent and jump hosts count."""
-    client = _ssh_client()
-    if shutil.which(client[0]) is None:
-        raise UsageError(f"there is no ssh client {client[0]} on this host", do=f"install openssh-client, or see {SSH}")
-    return [*client, *_SSH_OPTIONS, "--", host.name]
-
-
-def _ssh_client() -> list[str]:
-    return shlex.split(os.environ.get(SSH, "")) or ["ssh"]
-
-
-def ssh_meaning(name: str) -> str:
-    """The host name or address that a name has in the user's configuration of ssh."""
-    with suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run([*_ssh_client(), "-G", "--", name], capture_output=True, text=True, timeout=5).stdout
-        return next((line.split()[1] for line in said.splitlines() if line.startswith("hostname ")), name)
-    return name
 
 
 @dataclass(frozen=True)
@@ -241,19 +152,6 @@ def _run_once(
             hub.close()
             missing = hub.home.finish()
         return Ended(hub.fault, hub.ended_by if hub.stopped is None else hub.stopped, hub.verdict, missing)
-
-
-def command_on(host: Host, transport: Transport) -> list[str]:
-    """What starts `evenstep node` on a host."""
-    path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-    words = ["cd", os.getcwd()], ["exec", "env", *path, sys.executable, "-P", "-m", "evenstep", "node"]
-    line = " && ".join(map(shlex.join, words))
-    return ["sh", "-c", line] if host.is_here else [*transport(host), line]
-
-
-def forwarded() -> dict[str, str]:
-    """What of this environment counts on every host."""
-    return {name: value for name, value in os.environ.items() if _FORWARDED.match(name) and name != TOKEN}
 
 
 class _Hub(Hub):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from evenstep.environment import task_counts
 from evenstep.errors import MachineError, UsageError
-from evenstep.launch.remote import Host
+from evenstep.launch.hosts.hostfile import Host
 
 # These ask for tasks or a part of the node, and srun would read them from the job's environment.
 _OF_THE_JOB = (

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from evenstep.errors import MachineError, UsageError
-from evenstep.launch.kubernetes import Asked, manifests, to_yaml
+from evenstep.launch.schedulers.kubernetes import Asked, manifests, to_yaml
 
 _LOOK_EVERY = 0.5  # seconds
 _SAY_AFTER = 10.0  # seconds for which a pod may wait without a word

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from evenstep import __version__
 from evenstep.launch.imports import scan_module, scan_script
-from evenstep.launch.local import Script
+from evenstep.launch.job import Script
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 NONE = "none"
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from evenstep.errors import EvenstepError, MachineError, UsageError
-from evenstep.launch.copies import Carrier, Copy, Reach, results, state
-from evenstep.launch.nodes import Say
+from evenstep.launch.hosts.copies import Carrier, Copy, Reach, results, state
+from evenstep.launch.output import Say
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from evenstep.errors import MachineError
 from evenstep.launch.failures import error_path
-from evenstep.launch.gate import GREETING
+from evenstep.launch.hosts.line import GREETING
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths, newest_checkpoint
 from evenstep.record.publish import fsync_tree, remove_directory
