@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from evenstep.launch.hosts.hostfile import Host
-from evenstep.launch.schedulers.slurm import by_srun
+from evenstep.launch.schedulers.slurm import by_srun, is_time_limit
 from tests.launch.launching import evenstep, eventually, launched, write_script
 
 JOB = "JobId=7 JobState={state} Reason=None ExitCode={code}:0 EndTime={ends} NodeList=n[1-2] ReqNodeList=(null)"
@@ -40,6 +40,13 @@ def stand_ins(folder: Path, state: str = "RUNNING", code: int = 0, nodes: str = 
 
 def calls(folder: Path) -> str:
     return (folder / "calls").read_text()
+
+
+def test_the_time_limits_that_sbatch_takes() -> None:
+    for said in ("0", "90", "90:30", "1:00:00", "2-0", "2-12:30", "2-12:30:15", "-1", "UNLIMITED", "infinite"):
+        assert is_time_limit(said), said
+    for said in ("", "1h", "1:2:3:4", "1-", "-", "-2", "1-2-3", "1.5", "٣", "1:00 ", "1:00\n"):
+        assert not is_time_limit(said), said
 
 
 def test_dry_run_prints_the_script_and_submits_nothing(tmp_path: Path) -> None:
@@ -76,6 +83,8 @@ def test_dry_run_prints_the_script_and_submits_nothing(tmp_path: Path) -> None:
         (["--time", "1:00"], "--time is for --slurm, which was not given"),
         (["--dry-run"], "--dry-run is for --slurm and --kubernetes"),
         (["--slurm", "--slurm-option", "=4"], "is no option of sbatch"),
+        (["--slurm", "--time", "banana", "--dry-run"], "'banana' is no time limit for sbatch"),
+        (["--slurm", "--slurm-option", "time=1h", "--dry-run"], "'1h' is no time limit for sbatch"),
         (["--slurm", "--slurm-option", "comment=a\nb"], "has a line break"),
     ],
 )

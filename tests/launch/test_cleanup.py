@@ -74,11 +74,14 @@ def test_kill_9_of_the_fork_server(tmp_path: Path) -> None:
     with launched(tmp_path, "--processes", 2, script, "stubborn") as launch:
         hidden = start_busy(launch, tmp_path, 2)
         (server,) = children(launch.popen.pid)
+        called = Path(f"/proc/{server}/cmdline").read_bytes().rstrip(b"\0").decode()
         os.kill(server, signal.SIGKILL)
         assert eventually(lambda: nobody(launch, hidden), 2)
         result = launch.wait()
     assert result.code == 4
-    assert "the fork server, the parent of all processes, was killed by SIGKILL" in result.err
+    assert called == f"evenstep: fork server for {tmp_path}/run"
+    said = f"the fork server, the parent of all processes (`{called}` in ps), was killed by SIGKILL (by `kill -9`, or "
+    assert said in result.err
 
 
 def test_kill_9_of_launcher_and_fork_server_at_once(tmp_path: Path) -> None:

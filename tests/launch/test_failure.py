@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.launch.failures import error_path
+from evenstep.record.uncaught import error_path
 from tests.launch.launching import eventually, launched, run, write_script
 
 WAIT = "import signal, time; time.sleep(600)"
@@ -106,7 +106,7 @@ def test_a_consequence_alone_is_still_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says", "code"),
     [
-        ("os.kill(os.getpid(), 9)", "rank 1 was killed by SIGKILL (the kernel's out-of-memory killer", 1),
+        ("os.kill(os.getpid(), 9)", "rank 1 was killed by SIGKILL (by `kill -9`, or by the kernel's", 1),
         ("os.kill(os.getpid(), 11)", "rank 1 was killed by SIGSEGV", 1),
         ("os.abort()", "rank 1 was killed by SIGABRT", 1),
         ("os._exit(7)", "rank 1 exited with code 7", 1),

@@ -7,16 +7,8 @@ from pathlib import Path
 import pytest
 
 from evenstep.errors import MismatchError, PeerFailed
-from evenstep.launch.failures import (
-    Exit,
-    Failure,
-    Uncaught,
-    ended_before,
-    first_failure,
-    is_secondary,
-    read_uncaught,
-    write_uncaught,
-)
+from evenstep.launch.failures import Exit, Failure, ended_before, first_failure, is_secondary
+from evenstep.record.uncaught import Uncaught, read_uncaught, write_uncaught
 
 
 def ended(rank: int, code: int, time: float, *, stopped: bool = False) -> Exit:

@@ -92,6 +92,29 @@ def test_a_mistake_is_named_on_every_node(
         assert said in result.err
 
 
+@pytest.mark.parametrize(
+    ("node", "options", "said"),
+    [
+        (0, ["nope.py"], "there is no script nope.py"),
+        (0, ["--run", "/proc/no", "script.py"], "cannot make the run directory /proc/no"),
+        (1, ["--processes", "gpu", "script.py"], "torch sees no GPU here"),
+    ],
+)
+def test_what_keeps_one_node_from_listening_or_calling_is_told_to_the_other(
+    two: Hosts, tmp_path: Path, node: int, options: list[object], said: str
+) -> None:
+    write_script(tmp_path, "")
+    commands = [start(two, tmp_path, k, *(options if k == node else ["script.py"])) for k in (1, 0)]
+    other, own = (one.wait() for one in (commands if node == 0 else commands[::-1]))
+    assert (own.code, f"evenstep: {said}" in own.err or said in own.err) == (2, True), own
+    assert (other.code, f"evenstep: host{node + 1} (node {node}): " in other.err, said in other.err) == (
+        2,
+        True,
+        True,
+    ), other
+    assert not list(tmp_path.glob("runs/*"))
+
+
 @pytest.mark.parametrize("host", [1, 2])
 def test_a_full_disk_is_named_on_every_node(two: Hosts, tmp_path: Path, host: int) -> None:
     write_script(tmp_path, SCRIPT)
@@ -264,15 +287,21 @@ def launcher(made: Hosts, host: int) -> list[int]:
     return made.find(host, "evenstep run", "--node-rank")[-1:]
 
 
-def test_a_process_that_leaves_early_is_named(two: Hosts, tmp_path: Path) -> None:
-    write_script(tmp_path, training(stepped="if run.rank == 1 and step.number == 4: os._exit(0)"))
-    commands = [start(two, tmp_path, node, "--run", "run", "script.py", 40, 0.05) for node in (0, 1)]
+@pytest.mark.parametrize(
+    ("leaves", "said"),
+    [
+        ("os._exit(0)", "rank 1 of host2 (node 1) had ended before, with exit code 0"),
+        ("sys.exit(0)", "the end of the script"),
+    ],
+)
+def test_a_process_that_leaves_early_is_named(two: Hosts, tmp_path: Path, leaves: str, said: str) -> None:
+    write_script(tmp_path, training(stepped=f"if run.rank == 1 and step.number == 4: {leaves}"))
+    commands = [start(two, tmp_path, node, "--run", "run", "script.py", 40, 0, processes=1 + node) for node in (0, 1)]
     for result in (one.wait() for one in commands):
-        assert (result.code, "rank 0 failed: evenstep.errors.PeerFailed" in result.err) == (1, True), result
-        assert "the processes of host2 (node 1) had ended before, with exit code 0" in result.err
+        assert (result.code, said in result.err) == (1, True), result
 
 
-LOST = "nothing was heard from it for 4 s"
+LOST = "nothing was heard from it for 4."
 # What to do to which host, and what the other is to say of it.
 FAULTS: dict[str, tuple[Callable[[Hosts], None], int, str]] = {
     "a process killed": (lambda h: kill(h.find(2, "python script.py")), 2, "rank 1 was killed by SIGKILL"),
@@ -319,6 +348,10 @@ def test_a_fault_ends_the_run_on_all_hosts(
         assert "the run failed on" in own.err, own
     if fault == "the launcher of node 0 stopped":
         assert "the run failed on host1 (node 0): its launcher stood still for " in own.err, own.err
+    if said == LOST:  # on the launcher's own clock, since the last sign of life; then it ends its processes in a second
+        silence = re.search(r"nothing was heard from it for (\d\.\d) s", other.err)
+        assert silence is not None
+        assert float(silence[1]) <= 4.5, other.err
     assert took < 10  # 5 on a machine that has nothing else to do
     assert two.pids(1) == two.pids(2) == []
 
@@ -374,12 +407,20 @@ def test_nothing_waits_for_a_host_that_is_still_importing(two: Hosts, tmp_path: 
         assert (first.code, "host1 (node 0): its launcher was stopped" in second.err) == (130, True), second
 
 
-def test_a_second_signal_ends_all_at_once(two: Hosts, tmp_path: Path) -> None:
+def test_a_run_directory_in_use_and_a_second_signal_that_ends_all_at_once(two: Hosts, tmp_path: Path) -> None:
     write_script(tmp_path, SCRIPT)
-    commands = [start(two, tmp_path, node, "--run", f"run{node}", "script.py", 1000, 600) for node in (0, 1)]
-    log = tmp_path / "run1" / "logs" / "rank-1.log"
-    activity = RunPaths(tmp_path / "run1").activity(1)
-    assert eventually(lambda: read_activity(activity) == Doing(1, SCRIPTS_OWN)), log.read_text()
+    words = ("--run", "run", "script.py", 1000, 600)
+    commands = [start(two, tmp_path, node, *words) for node in (0, 1)]
+    paths = RunPaths(tmp_path / "run")
+    assert eventually(lambda: read_activity(paths.activity(1)) == Doing(1, SCRIPTS_OWN)), paths.log(1).read_text()
+    seen = [paths.log(rank).read_bytes() for rank in (0, 1)]
+
+    # Another launch in the same run directory touches nothing.
+    for refused in [start(two, tmp_path, node, "--master-port", 1235, *words) for node in (0, 1)]:
+        result = refused.wait()
+        assert (result.code, "is in use by another `evenstep run`" in result.err) == (2, True), result
+    assert [paths.log(rank).read_bytes() for rank in (0, 1)] == seen
+    assert read_activity(paths.activity(1)) == Doing(1, SCRIPTS_OWN)
 
     def ends() -> bool:
         for pid in launcher(two, 2):

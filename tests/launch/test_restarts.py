@@ -43,7 +43,7 @@ def test_it_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     assert fingerprint(killed.out) == fingerprint(whole.out)
     assert "rank 1 was killed by SIGKILL" in killed.err
     assert "rank 1 was in step 2, in the script's own code" in killed.err
-    assert "starting again (1 of 2), from the beginning (there is no checkpoint)" in killed.err
+    assert "starting again (1 of 2), from the beginning (there is no checkpoint), with 2 processes" in killed.err
     assert f"starting again (2 of 2), from step 6 ({tmp_path}/killed/checkpoints/step-0000000006)" in killed.err
 
 
@@ -157,7 +157,7 @@ def test_it_goes_on_with_the_hosts_that_are_left(two: Hosts, tmp_path: Path) -> 
         two.join(2)
     assert done.code == 0, done
     assert fingerprint(done.out) == fingerprint(whole.out)
-    assert "host2 (node 1): nothing was heard from it for 4 s" in done.err
+    assert "host2 (node 1): nothing was heard from it for 4." in done.err
     assert "rank 1 was in step" in done.err
     assert "going on without node 1 of 2: 1 are enough" in done.err
     assert "again on 1 host with 1 process: host1 (1)" in done.err
@@ -182,7 +182,7 @@ def test_hosts_by_ssh(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) 
         assert "host3 (node 1): rank 1 was killed by SIGKILL" in done.err
         assert "starting again (1 of 3), from step 3" in done.err
         assert "again on 2 hosts with 2 processes: host2 (1), host3 (1)" in done.err
-        assert "host3 (node 1): nothing was heard from it for 4 s" in done.err
+        assert "host3 (node 1): nothing was heard from it for 4." in done.err
         assert "going on without host3" in done.err
         assert "again on 1 host with 1 process: host2 (1)" in done.err
         assert not three.made.find(2, "script.py")

@@ -95,8 +95,9 @@ def _interface(host: Host) -> str:
 
 
 def _disk(host: Host) -> str:
-    shared = {True: ", shared", False: ", not shared", None: ""}[host["shared"]]
-    return f"{host['folder']} ({host['file_system']}{shared}): {size(host['disk_free'])} free of {size(host['disk'])}"
+    seen = {True: "; the first host's is seen here", False: "; the first host's is not seen here", None: ""}
+    about = f"{host['file_system']}{seen[host['shared']]}"
+    return f"{host['folder']} ({about}): {size(host['disk_free'])} free of {size(host['disk'])}"
 
 
 def _clock(host: Host) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,6 +20,16 @@ from evenstep.launch.job import Script
 from evenstep.launch.schedulers.slurm import by_srun
 
 _POSITIVE = click.IntRange(min=1)
+
+
+class Finite(click.FloatRange):
+    """A number within limits; click itself takes nan, which is within all of them, and inf."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number", param, ctx)
+        return number
 
 
 def _processes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
@@ -121,7 +132,7 @@ _OPTIONS = (
     ),
     click.option(
         "--join-timeout",
-        type=click.FloatRange(min=1),
+        type=Finite(min=1),
         default=600,
         show_default="600; of doctor 60",
         metavar="S",

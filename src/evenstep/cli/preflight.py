@@ -8,15 +8,18 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from evenstep.environment import LAUNCH, TOKEN, World, read_world
-from evenstep.errors import MachineError, UsageError
+from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.interfaces import own_address
 from evenstep.launch.gpus import visible_gpus
-from evenstep.launch.hosts.calling import Nodes, tell_node_0
+from evenstep.launch.hosts.calling import Nodes
 from evenstep.launch.hosts.hostfile import Host, parse_hosts, read_hostfile
+from evenstep.launch.hosts.mistakes import tell_node_0, tell_others
 from evenstep.launch.port import reserve_port
 from evenstep.launch.schedulers.slurm import allocation
 from evenstep.launch.undo import absent, take_back
@@ -86,6 +89,19 @@ def _is_one_a_host(world: World) -> bool:
 def _by_operator(environ: Mapping[str, str]) -> bool:
     """Whether this is a pod of a PyTorchJob, where RANK counts pods; torchrun's processes, too, have LOCAL_RANK."""
     return "LOCAL_RANK" not in environ and environ.get("RANK", "none") == environ.get("PET_NODE_RANK")
+
+
+@contextmanager
+def told_to_other_nodes(options: Mapping[str, Any]) -> Iterator[None]:
+    """A mistake on one node of several that are started by hand is told to the others, which would wait for it."""
+    try:
+        yield
+    except EvenstepError as error:
+        asked, rank = options["nodes"], options["node_rank"]
+        address, port = options["master_addr"], options["master_port"]
+        if asked is not None and rank is not None and rank < asked[1] and address and port is not None:
+            tell_others(Nodes(asked[1], rank, address, port, os.environ.get(TOKEN, ""), 0.0, asked[0]), error)
+        raise
 
 
 def check_script(name: str) -> None:

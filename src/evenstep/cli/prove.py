@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from evenstep.cli import exits, preflight
+from evenstep.cli.options import Finite
 from evenstep.cli.proof_page import Table, finding_lines, proof_json
 from evenstep.cli.prove_weights import prove_weights
 from evenstep.errors import UsageError
@@ -64,7 +65,7 @@ def _layouts(ctx: click.Context, param: click.Parameter, value: str | None) -> l
 )
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     metavar="T",
     help='Compare the weights that two commands write: evenstep prove --tolerance 1e-6 "cmd A" "cmd B" '
     "--weights a.pt b.pt; without it, the fingerprints of one script.",

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from evenstep.cli import exits
+from evenstep.launch import fork_server
 from evenstep.launch.failures import Failure, ended_before
 from evenstep.launch.others import Fault, doing_text
 from evenstep.launch.outcome import Outcome
@@ -37,7 +38,8 @@ def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], verdict: V
         _tell_where(paths, words, verdict, again=not fault.lasting)
         return fault.exit_code
     if outcome.server_died is not None and (failure is None or failure.exit.stopped):
-        say(f"the fork server, the parent of all processes, {outcome.server_died}; every process was ended")
+        where = f"`{fork_server.title(str(paths.root))}` in ps"
+        say(f"the fork server, the parent of all processes ({where}), {outcome.server_died}; every process was ended")
         _tell_where(paths, words, verdict)
         return exits.MACHINE_FAILED
     if failure is None:

@@ -54,10 +54,11 @@ def run(words: list[str], /, script: str, arguments: tuple[str, ...], **options:
     if options["dry_run"]:
         raise UsageError("--dry-run is for --slurm and --kubernetes, and neither was given", do="give one of them")
     preflight.refuse_nested()
-    if not options["as_module"]:
-        preflight.check_script(script)
-    _tell_of_misplaced(arguments)
-    launch = read_launch(options, script, arguments)
+    with preflight.told_to_other_nodes(options):
+        if not options["as_module"]:
+            preflight.check_script(script)
+        _tell_of_misplaced(arguments)
+        launch = read_launch(options, script, arguments)
     shown = [word for word in words if word != slurm.REQUEUE]  # in what is shown for doing it again
     return slurm.keep_going(lambda: _run(launch, shown), launch.settings.run, os.environ)
 

@@ -121,6 +121,12 @@ def _script(ctx: click.Context, paths: RunPaths) -> str:
         if not name:
             raise UsageError(f"--slurm-option {option!r} is no option of sbatch", do="as in gpus-per-node=4")
         asked[name] = value
+    limit = asked["time"]
+    if limit is not None and not slurm.is_time_limit(limit):
+        raise UsageError(
+            f"{limit!r} is no time limit for sbatch",
+            do="write minutes, minutes:seconds, hours:minutes:seconds, or days-hours:minutes, as in --time 1:00:00",
+        )
     if "no-requeue" in asked:
         del asked["requeue"]
     command = [sys.executable, "-P", "-m", "evenstep", "run", REQUEUE, "--run", str(paths.root)]

@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,7 @@ class _Asking:
     def all(self, run: str | None) -> Survey:
         found = self._found
         self._say(f"asking {', '.join(self._hosts)} for what is there; torch is imported")
-        with _probe(run) as probe:
+        with _probe(run) if len(self._hosts) > 1 else nullcontext() as probe:
             facts = self._ask(self._hosts, _FACTS, lambda name: {"question": "facts", "probe": probe})
         clocks = {name: self._clock(name) for name in facts}
         names = [name for name in facts if name in self._hosts]

@@ -1,17 +1,13 @@
-"""How a training process ended, written by itself or read from its exit status; and which end came first."""
+"""How training processes ended, and which end came first."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
 from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
-_SCHEMA = 1
+from evenstep.record.uncaught import Uncaught
 
 # What gloo, NCCL and torch's store say when another process is gone: a consequence, seldom the cause.
 _PEER_GONE = re.compile(
@@ -29,20 +25,6 @@ _LASTING = {
     for name in ("UsageError", "IdentityError", "LossError", "CheckpointError", "MismatchError")
 }
 _USAGE = 2  # as in cli/exits.py
-
-
-@dataclass(frozen=True)
-class Uncaught:
-    """The exception that a process ended with."""
-
-    rank: int
-    type: str
-    message: str
-    traceback: str  # as Python prints it, without the launcher's frames; "" for sys.exit
-    secondary: bool  # another process's end is the likely cause
-    exit_code: int  # by the table in cli/exits.py
-    shown: bool  # already on the process's own error stream
-    time: float  # seconds since 1970
 
 
 @dataclass(frozen=True)
@@ -70,7 +52,7 @@ class Exit:
             name = f"signal {-self.code}"
         hint = ""
         if self.code == -signal.SIGKILL:
-            hint = " (the kernel's out-of-memory killer does this: see `dmesg`, and free memory or use fewer processes)"
+            hint = " (by `kill -9`, or by the kernel's out-of-memory killer: see `dmesg`; fewer processes take less)"
         elif self.code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE):
             hint = " (a crash in native code; its log has the Python stack)"
         return f"was killed by {name}{hint}"
@@ -92,30 +74,6 @@ class Failure:
     def lasting(self) -> bool:
         """Whether the same command is bound to meet it again."""
         return self.exit.code == _USAGE or (self.uncaught is not None and self.uncaught.type in _LASTING)
-
-
-def error_path(log: Path) -> Path:
-    """Where a process records its uncaught exception: beside its log."""
-    return log.with_suffix(".error.json")
-
-
-def write_uncaught(path: Path, uncaught: Uncaught) -> None:
-    """Publish the record whole. A disk that does not take it is no reason to fail in another way."""
-    aside = path.with_suffix(".tmp")
-    with suppress(OSError):
-        aside.write_text(json.dumps({"schema": _SCHEMA, **asdict(uncaught)}))
-        os.replace(aside, path)
-
-
-def read_uncaught(path: Path) -> Uncaught | None:
-    """The record, or None if the process left none."""
-    try:
-        fields = json.loads(path.read_text())
-        if fields.pop("schema") != _SCHEMA:
-            return None
-        return Uncaught(**fields)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
 
 
 def is_secondary(error: BaseException) -> bool:

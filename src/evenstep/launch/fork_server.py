@@ -16,7 +16,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +52,11 @@ def command(role: str, *descriptors: int) -> list[str]:
     return [sys.executable, "-c", BOOT, root, role, *map(str, descriptors)]
 
 
+def title(run: str) -> str:
+    """What `ps` shows of the fork server for this run directory."""
+    return f"evenstep: fork server for {run}"
+
+
 def main(bare: Collection[str], role: str, *numbers: str) -> None:
     """Begin as the server, as one that only starts interpreters ("plain"), as a training process ("process"), or as the
     one that servers are forked off ("warm")."""
@@ -61,12 +66,13 @@ def main(bare: Collection[str], role: str, *numbers: str) -> None:
     if role == "process":
         os.close(job_descriptor)
         os.set_inheritable(other, False)
-        _name_process(job)
+        _name_process(["python", *job.script.words])
         run_and_leave(job, rank=rest[0], bare=bare, failed=other)
     if role == "warm":
         os.close(job_descriptor)
         _serve_servers(job, bare, given, other)
         return
+    _name_process([title(job.run)])
     kinship.die_with(job.launcher)  # until there are processes to clean up after
     kinship.adopt_orphans()
     emit = _emitter(other)
@@ -141,7 +147,7 @@ def _serve(
                     _start_interpreter(job, rank, job_descriptor, fail)
                 os.environ.update(set_since)
                 _refresh(job)
-                _name_process(job)
+                _name_process(["python", *job.script.words])
             except BaseException:
                 sys.excepthook(*sys.exc_info())
                 os._exit(4)
@@ -227,6 +233,7 @@ def _become_server(
         outputs=tuple((here[out], here[err]) for out, err in job.outputs),
         held=tuple(here[one] for one in job.held),
     )
+    _name_process([title(job.run)])
     emit = _emitter(events)
     _serve(job, bare, set_since, emit, events, job_descriptor, fork=True)
 
@@ -304,9 +311,8 @@ def _has_backend(distributed: object, name: str) -> bool:
     return available is not None and bool(available())
 
 
-def _name_process(job: Job) -> None:
-    """Let `ps` show the script's command line: written over our own, which the kernel reads from memory."""
-    words = ["python", *job.script.words]
+def _name_process(words: Sequence[str]) -> None:
+    """Let `ps` show this command line: written over our own, which the kernel reads from memory."""
     with suppress(OSError, ValueError, IndexError):
         stat = Path("/proc/self/stat").read_text()
         fields = stat[stat.rindex(")") + 2 :].split()

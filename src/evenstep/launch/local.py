@@ -18,13 +18,13 @@ from typing import Any
 from evenstep.environment import LAUNCH, Settings
 from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.launch import fork_server, kinship
-from evenstep.launch.failures import Exit, Failure, ended_before, error_path, read_uncaught
+from evenstep.launch.failures import Exit, Failure, ended_before
 from evenstep.launch.job import Job, Part, Script, all_of_it, to_json
 from evenstep.launch.others import Fault, Others, doing_text
 from evenstep.launch.outcome import Outcome, Tell
 from evenstep.launch.output import Log, Say, Stream, open_streams, resize
 from evenstep.launch.port import reserve_port
-from evenstep.launch.prepare import environment_for, lock, prepare_logs, see_descriptors
+from evenstep.launch.prepare import environment_for, locked, prepare_logs, see_descriptors
 from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.taking import Echo, signals_to
 from evenstep.launch.undo import take_back
@@ -32,6 +32,7 @@ from evenstep.launch.warm import Server, Warm, spared
 from evenstep.record.activity import Doing, read_activity
 from evenstep.record.events import EventWriter
 from evenstep.record.paths import RunPaths
+from evenstep.record.uncaught import error_path, read_uncaught
 
 _VERDICT = 3.0  # seconds in which it is learned whose failure was the first, of several hosts
 _LAST_WORDS = 0.5  # seconds to read what is left in the pipes, once every process has ended
@@ -54,7 +55,7 @@ class Work:
 def run_here(work: Work, paths: RunPaths, *, made: Sequence[Path], restarts: int, tell: Tell) -> int:
     """`run_alone`, after a failure again, up to `restarts` times. `tell` is told how each start ended; what it returns
     for the last is returned."""
-    again = Restarts(restarts)
+    again = Restarts(restarts, f"{work.processes} process{'' if work.processes == 1 else 'es'}")
     while True:
         outcome = run_alone(work, paths, made=made, restart=again.done, restarts=restarts)
         verdict = Verdict(False)
@@ -81,9 +82,9 @@ def run_alone(
 ) -> Outcome:
     """Do work that no other host has to do with. See `run_part`."""
     port, keeper = reserve_port()
-    with keeper:
+    with keeper, locked(paths) as held:
         part = all_of_it(work.processes, port, secrets.token_hex(8), restart=restart, restarts=restarts)
-        return run_part(work, paths, part, None, made=made, warm=warm, tick=tick)
+        return run_part(work, paths, part, None, held=(held,), made=made, warm=warm, tick=tick)
 
 
 def run_part(
@@ -92,6 +93,7 @@ def run_part(
     part: Part,
     others: Others | None,
     *,
+    held: tuple[int, ...],
     made: Sequence[Path],
     warm: Warm | None = None,
     tick: Callable[[], None] | None = None,
@@ -100,13 +102,10 @@ def run_part(
 
     UsageError before the first process starts, for what cannot work; MachineError if this host does not let us start.
     `made` are folders that were made for this launch, innermost first; after such an error they are removed again,
-    if nobody has put anything into them. `warm` saves the imports. `tick` is called a few times a second.
+    if nobody has put anything into them. `held`: descriptors that keep the run directory locked, the hub of this launch
+    has one for all hosts. `warm` saves the imports. `tick` is called a few times a second.
     """
     with ExitStack() as stack:
-        held: tuple[int, ...] = ()
-        if part.node == 0:  # the other hosts may see the same directory
-            held = (lock(paths),)
-            stack.callback(os.close, held[0])
         stack.push(lambda kind, error, trace: _take_back_refused(error, paths, made))
         see_descriptors(part.processes)
         prepare_logs(paths, part.ranks)
@@ -252,9 +251,8 @@ class _Launch:
         if self._refusal is not None or (self._signal is not None and not in_order):
             return  # leaving tells them
         if server_died is not None:
-            self._tell(
-                self._job.part.first_rank, f"and all others there were ended: their parent {server_died}", code=4
-            )
+            what = f"and all others there were ended: their parent, the fork server, {server_died}"
+            self._tell(self._job.part.first_rank, what, code=4)
         if any(one.failed for one in self._exits) or server_died is not None:
             others.wait(_VERDICT)
             return
@@ -333,6 +331,8 @@ class _Launch:
         if kind == "exit":
             one = Exit(**event)
             self._exits.append(one)
+            if self._others is not None and one.code == 0 and not one.stopped:
+                self._others.ended(one.rank)
             if one.failed and not one.stopped:
                 error = read_uncaught(error_path(self._job.paths().log(one.rank)))
                 said = one.describe() if error is None else f"failed: {error.type}: {error.message}"

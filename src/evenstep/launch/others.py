@@ -58,6 +58,9 @@ class Others(Protocol):
     def tell(self, fault: Fault) -> None:
         """A failure on this host."""
 
+    def ended(self, rank: int) -> None:
+        """A process of this host has ended by itself, with exit code 0."""
+
     def done(self, signal: int | None) -> None:
         """This host's processes have all ended well."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from evenstep.launch.failures import Exit, Failure, Uncaught, first_failure
+from evenstep.launch.failures import Exit, Failure, first_failure
 from evenstep.launch.others import Fault
 from evenstep.launch.restarts import Verdict
 from evenstep.record.paths import RunPaths
+from evenstep.record.uncaught import Uncaught
 
 
 @dataclass(frozen=True)

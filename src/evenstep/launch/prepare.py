@@ -6,16 +6,17 @@ import fcntl
 import os
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from evenstep.environment import TOKEN, Settings, write_settings
 from evenstep.errors import MachineError, UsageError
 from evenstep.interfaces import interface_of
-from evenstep.launch.failures import error_path
 from evenstep.launch.job import Part
 from evenstep.launch.others import Others
 from evenstep.launch.output import descriptors
 from evenstep.record.paths import RunPaths
+from evenstep.record.uncaught import error_path
 
 _LOCK_PATIENCE = 3.0  # seconds for a killed launcher's processes to be gone
 
@@ -43,24 +44,33 @@ def environment_for(settings: Settings, part: Part, others: Others | None) -> Ma
     return environment
 
 
-def lock(paths: RunPaths) -> int:
-    """Keep other launchers out of the run directory for as long as the descriptor is open, here or in the server."""
+@contextmanager
+def locked(paths: RunPaths) -> Iterator[int]:
+    """Keeps other launchers out of the run directory for as long as the descriptor is open, here or in the fork server.
+    UsageError where one is at work in it."""
     descriptor = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(descriptor, paths)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, paths: RunPaths) -> None:
     deadline = time.monotonic() + _LOCK_PATIENCE
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
+            return
         except BlockingIOError:
             if time.monotonic() > deadline:
-                os.close(descriptor)
                 raise UsageError(
                     f"run directory {paths.root} is in use by another `evenstep run`",
                     do="wait for it, stop it, or give another --run DIR",
                 ) from None
             time.sleep(0.05)
         except OSError:
-            return descriptor  # a file system without locks
+            return  # a file system without locks
 
 
 def see_descriptors(processes: int) -> None:

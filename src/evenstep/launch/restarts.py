@@ -28,8 +28,9 @@ class Restarts:
     none that the same command is bound to meet again.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, with_what: str = "") -> None:
+        """`with_what`: the processes of every start, where it is known beforehand."""
+        self.most, self._with_what = most, with_what and f", with {with_what}"
         self.done = 0
         self._step: int | None = None  # in which the last failure came; 0: before the first
 
@@ -47,7 +48,7 @@ class Restarts:
             return Verdict(False, f"it was started again {_times(self.most)}, as --restarts allows: no more", where)
         self.done += 1
         begin = "the beginning (there is no checkpoint)" if newest is None else f"step {newest} ({where})"
-        return Verdict(True, f"starting again ({self.done} of {self.most}), from {begin}", where)
+        return Verdict(True, f"starting again ({self.done} of {self.most}), from {begin}{self._with_what}", where)
 
 
 def _times(count: int) -> str:

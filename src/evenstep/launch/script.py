@@ -25,8 +25,9 @@ from typing import NoReturn
 
 from evenstep.environment import NOTICES
 from evenstep.errors import EvenstepError, Stopped
-from evenstep.launch.failures import Uncaught, error_path, is_secondary, write_uncaught
+from evenstep.launch.failures import is_secondary
 from evenstep.launch.job import Job
+from evenstep.record.uncaught import Uncaught, error_path, type_name, write_uncaught
 
 _OURS = str(Path(__file__).resolve().parent.parent) + os.sep
 _RUNNER = __file__
@@ -166,13 +167,9 @@ def _show(job: Job, rank: int, error: BaseException) -> int:
 
 def _record(job: Job, rank: int, error: BaseException, code: int, *, shown: bool, secondary: bool = False) -> None:
     is_exit = isinstance(error, SystemExit)
-    kind = type(error)
-    name = (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
     uncaught = Uncaught(
         rank=rank,
-        type=name,
+        type=type_name(error),
         message=str(error),
         traceback="" if is_exit else "".join(traceback.format_exception(error)),
         secondary=secondary,

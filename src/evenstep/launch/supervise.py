@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from evenstep.environment import LEAVES_SIGNALS, STOPPING, TAKES_SIGNALS
-from evenstep.launch.failures import error_path, read_uncaught
 from evenstep.launch.job import Job
 from evenstep.launch.kinship import sweep
+from evenstep.record.uncaught import error_path, read_uncaught
 
 # From the first failure to the last process's end it takes at most one second: waiting for a likelier cause, then
 # for processes to end by themselves.

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from evenstep.environment import STOPPING
-from evenstep.errors import EvenstepError, MachineError, Stopped, UsageError
+from evenstep.errors import EvenstepError, MachineError, PeerFailed, Stopped, UsageError
 from evenstep.plan.bucketed import bucketed
 from evenstep.plan.grid import Grid
 from evenstep.plan.lanes import Lanes, LaneSchedule, LaneStep, Plan
@@ -32,6 +32,7 @@ from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.identity import read_identity, write_identity
 from evenstep.record.paths import RunPaths
 from evenstep.record.publish import write_whole
+from evenstep.record.uncaught import Uncaught, error_path, type_name, write_uncaught
 from evenstep.train import collectives
 from evenstep.train.auto import Search
 from evenstep.train.checkpoint import Saved, State
@@ -834,7 +835,13 @@ class Run:
             self._close(failed=getattr(sys, "last_value", None) is not None)
         except EvenstepError as error:
             sys.stdout.flush()
-            print(f"evenstep: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            said = f"evenstep: {type(error).__name__}: {error}"
+            print(said, file=sys.stderr, flush=True)
+            secondary = isinstance(error, PeerFailed)
+            uncaught = Uncaught(
+                self.rank, type_name(error), str(error), said + "\n", secondary, error.exit_code, True, time.time()
+            )
+            write_uncaught(error_path(self._paths.log(self.rank)), uncaught)
             os._exit(error.exit_code)
 
     def _close(self, failed: bool) -> None:

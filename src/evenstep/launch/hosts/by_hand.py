@@ -10,18 +10,20 @@ from typing import Any
 
 from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.launch.hosts.beginning import MakePaths, join, told
-from evenstep.launch.hosts.calling import Calling, Nodes, tell_node_0
+from evenstep.launch.hosts.calling import Calling, Nodes
 from evenstep.launch.hosts.copies import Copy, glance
 from evenstep.launch.hosts.gate import Gate
 from evenstep.launch.hosts.hub import Hub
 from evenstep.launch.hosts.line import Line
 from evenstep.launch.hosts.link import Link
 from evenstep.launch.hosts.messages import About
+from evenstep.launch.hosts.mistakes import tell_node_0, tell_others
 from evenstep.launch.hosts.sameness import same_on_all
 from evenstep.launch.hosts.spoke import Spoke
 from evenstep.launch.local import Work, run_part
 from evenstep.launch.outcome import Outcome, Tell
 from evenstep.launch.port import reserve_port
+from evenstep.launch.prepare import locked
 from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.undo import take_back
 from evenstep.launch.warm import Warm
@@ -73,7 +75,15 @@ class _ThisNode:
             warm: Warm | None = None
             if work.processes > 1:  # it imports while the other hosts are waited for
                 warm = stack.enter_context(Warm(work.script, once=True))
-            link = self._link(gate, stack)
+            held: tuple[int, ...] = ()
+            try:
+                if gate is not None:
+                    self.found = self.found or self._make_paths(None)
+                    held = (stack.enter_context(locked(self.found[0])),)  # the other hosts may see the same directory
+                link = self._link(gate, stack)
+            except EvenstepError as error:
+                tell_others(self._nodes, error, gate)
+                raise
             stack.callback(link.close)
             try:
                 start = join(link)
@@ -87,7 +97,7 @@ class _ThisNode:
                         self._find(start.run)
                     assert self.found is not None
                     paths, made = self.found
-                    outcome = run_part(work, paths, start.part, link, made=made, warm=warm)
+                    outcome = run_part(work, paths, start.part, link, held=held, made=made, warm=warm)
             except MachineError:
                 if link.fault is None or not link.verdict.again:
                     raise
@@ -108,8 +118,7 @@ class _ThisNode:
         nodes, work = self._nodes, self._work
         if gate is None:
             return self._spoke()
-        if self.found is None:
-            self.found = self._make_paths(None)
+        assert self.found is not None
         paths = self.found[0]
         port, keeper = reserve_port()
         stack.enter_context(keeper)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from evenstep.errors import MachineError, UsageError
 from evenstep.interfaces import interfaces
 from evenstep.launch.hosts.line import Line, socket_line
-from evenstep.launch.hosts.messages import BEAT, SAY_AFTER, SAY_EVERY, About
+from evenstep.launch.hosts.messages import SAY_AFTER, SAY_EVERY
 from evenstep.launch.hosts.proof import SilentError, StrangerError, call
 from evenstep.launch.output import Say
 
 _BUSY = 10.0  # seconds for node 0 to end one start of a run and come to the next
-_TELL = 5.0  # seconds in which node 0 is told of a mistake
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class Calling:
         self._nodes, self._say, self._again = nodes, say, again
         self._began = time.monotonic()
         self._next_word = self._began + SAY_AFTER
+        self._silent: float | None = None  # since when it is reached and says nothing
 
     def __call__(self) -> Line | None:
         nodes = self._nodes
@@ -49,7 +49,8 @@ class Calling:
             self.interface = sock.getsockname()[0]
             return socket_line(sock)
         except SilentError as error:
-            if not self._again and time.monotonic() > self._began + _BUSY:
+            self._silent = self._silent or time.monotonic()
+            if not self._again and time.monotonic() > self._silent + _BUSY:
                 raise self._refused(error) from error
             why = str(error)
         except StrangerError as error:
@@ -74,23 +75,6 @@ class Calling:
             f"{self.where}: {error}",
             do="see --master-addr and --master-port, and that EVENSTEP_TOKEN is the same",
         )
-
-
-def tell_node_0(nodes: Nodes, host: str) -> None:
-    """A node whose number cannot be says so to node 0, which would wait for it or train without it, and never know."""
-    until = time.monotonic() + _TELL
-    while time.monotonic() < until:
-        try:
-            line = socket_line(call(nodes.address, nodes.port, nodes.token, 1.0))
-        except StrangerError:
-            return
-        except OSError:
-            time.sleep(BEAT)  # node 0 may be a little later
-            continue
-        line.send(hello=asdict(About(host, 0, {}, nodes.rank, nodes.count)))
-        time.sleep(BEAT)
-        line.close()
-        return
 
 
 def _is_own(address: str) -> bool:

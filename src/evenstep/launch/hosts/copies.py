@@ -21,11 +21,11 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from evenstep.errors import MachineError
-from evenstep.launch.failures import error_path
 from evenstep.launch.hosts.line import GREETING
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths, newest_checkpoint
 from evenstep.record.publish import fsync_tree, remove_directory
+from evenstep.record.uncaught import error_path
 
 _CHUNK = 1 << 20
 _HERE, _WANTED, _RECEIVED = b"here\n", b"wanted\n", b"received\n"

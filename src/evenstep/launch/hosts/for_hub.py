@@ -20,6 +20,7 @@ from evenstep.launch.hosts.spoke import Spoke
 from evenstep.launch.local import Work, run_part
 from evenstep.launch.outcome import Outcome
 from evenstep.launch.port import reserve_port
+from evenstep.launch.prepare import locked
 from evenstep.launch.undo import take_back
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
@@ -56,9 +57,12 @@ def run_for_hub(
         host, same = socket.gethostname(), same_on_all(work.script)
         about = About(host, work.processes, same, post.node, post.nodes, post.address, port)
         found: tuple[RunPaths, tuple[Path, ...]] | None = None
+        held: tuple[int, ...] = ()
         unable: EvenstepError | None = None
         try:
             found = make_paths(None)
+            if post.node == 0:  # the other hosts may see the same directory
+                held = (stack.enter_context(locked(found[0])),)
             about = replace(about, copy=asdict(look(found[0], shared=post.shared)))
         except EvenstepError as error:
             unable = error
@@ -82,7 +86,7 @@ def run_for_hub(
             if not post.shared:
                 write_whole(paths.run_id, post.run_id.encode())
                 link.tell_hub(written=written(paths, start.part.ranks, post.node), node=post.node)
-            outcome = run_part(work, paths, start.part, link, made=made, tick=watch)
+            outcome = run_part(work, paths, start.part, link, held=held, made=made, tick=watch)
         if watch is not None:
             watch()
         tell(outcome, paths)

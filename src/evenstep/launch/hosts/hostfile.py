@@ -10,6 +10,8 @@ from pathlib import Path
 
 from evenstep.errors import UsageError
 
+_FORM = "a host file has a line for each host with its number of processes, as in `node1:4` or `node1 slots=4`"
+
 
 @dataclass(frozen=True)
 class Host:
@@ -34,9 +36,9 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
-        raise UsageError(f"cannot read the host file {path}: {error.strerror}", do="see its name") from error
+        raise UsageError(f"cannot read the host file {path}: {error.strerror}", do=f"see its name; {_FORM}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"the host file {path} is no text: {error}", do="write a line a host, as in a:4") from error
+        raise UsageError(f"the host file {path} is no text: {error}", do=_FORM) from error
     hosts = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import selectors
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -14,12 +15,13 @@ from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.launch.hosts.gate import Gate
 from evenstep.launch.hosts.line import Line, Message
 from evenstep.launch.hosts.link import FAREWELL, SUSPECT, Link
-from evenstep.launch.hosts.messages import BEAT, SAY_AFTER, SAY_EVERY, SILENT, About, Start, left, lost
+from evenstep.launch.hosts.messages import BEAT, SAY_AFTER, SAY_EVERY, About, Start, left, lost, silent_for
 from evenstep.launch.job import Part
 from evenstep.launch.others import Fault
 from evenstep.launch.output import Say
 from evenstep.launch.restarts import Verdict
 
+_NAMED = 8  # of many
 _LIKELIER = 0.5  # seconds in which a likelier cause than a peer's end may still be told
 _LAST_CALL = 30.0  # seconds to wait for more hosts, where those that are there are enough
 _LAST_CALL_AGAIN = 5.0  # the same when a run starts again: who is alive comes at once
@@ -67,6 +69,7 @@ class Hub(Link):
         self._members: dict[int, Member] = {}
         self._suspect: tuple[float, Fault] | None = None  # a failure that may be the consequence of another
         self._own_done = own is None
+        self._ended: defaultdict[int, list[int]] = defaultdict(list)  # ranks, by node
         self.ended_by: int | None = None  # the signal after which all processes ended in good order
         self._gate: Gate | None = None
 
@@ -115,8 +118,9 @@ class Hub(Link):
             self._sweep_gate()
             for member in list(self._members.values()):
                 member.line.send(**self._beat())
-                if self._is_silent(member.line):
-                    self._lost_early(member, SILENT)
+                silence = self._silence(member.line)
+                if silence is not None:
+                    self._lost_early(member, silent_for(silence))
         self._give_places()
         self._begin(self._start)
 
@@ -176,6 +180,8 @@ class Hub(Link):
                     self._own_done = True
                 elif "fault" in message:
                     self._suspected(Fault(**message["fault"]))
+                elif "ended" in message and self._own is not None:
+                    self._ended[self._own.node].append(message["ended"])
                 elif "all" in message:
                     for member in self._members.values():
                         member.line.send(**message["all"])
@@ -183,8 +189,9 @@ class Hub(Link):
             beat = self._beat()
             for member in list(self._members.values()):
                 member.line.send(**beat)
-                if not member.done and self._is_silent(member.line):
-                    self._lost(member, SILENT)
+                silence = self._silence(member.line)
+                if not member.done and silence is not None:
+                    self._lost(member, silent_for(silence), silent=True)
             if self._suspect is not None and now > self._suspect[0]:
                 self._failed(self._after_others(self._suspect[1]))
             if until is not None:
@@ -221,9 +228,8 @@ class Hub(Link):
             return
         self._selector.unregister(line)
         if messages is not None and "unable" in messages[0]:
-            said, do = messages[0]["unable"]
-            kind = UsageError if messages[0]["code"] == UsageError.exit_code else MachineError
-            self._end_all(kind(f"{messages[0]['host']}: {said}", do=do))
+            self._unable(line, messages[0])
+            return
         if messages is None or "hello" not in messages[0]:
             self._gone_before(line)
             line.close()
@@ -252,6 +258,16 @@ class Hub(Link):
             return
         member = self._members[about.node] = Member(about, line)
         self._listen_to(line, lambda: self._hear(member))
+
+    def _unable(self, line: Line, message: Message) -> None:
+        """A host that cannot begin. To a run that has begun once it is as if it had not come."""
+        said, do = message["unable"]
+        if self._begun.is_set() or (self._restart and self._gate is not None):
+            self._say(f"{message['host']} cannot take part: {said}")
+            line.close()
+            return
+        kind = UsageError if message["code"] == UsageError.exit_code else MachineError
+        self._end_all(kind(f"{message['host']}: {said}", do=do))
 
     def _prepared(self) -> bool:
         """All have come: whether they may begin."""
@@ -317,6 +333,8 @@ class Hub(Link):
             elif message.get("done"):
                 member.done = True
                 self.ended_by = self.ended_by or message["signal"]
+            elif "ended" in message:
+                self._ended[member.about.node].append(message["ended"])
             elif "fault" in message:
                 self._suspected(Fault(**message["fault"]))
             else:
@@ -334,18 +352,23 @@ class Hub(Link):
             self._suspect = time.monotonic() + _LIKELIER, fault
 
     def _after_others(self, fault: Fault) -> Fault:
-        """A failure that is the consequence of another's end, with the hosts on which all had ended by then."""
-        done = [member.about for member in self._members.values() if member.done]
-        if self._own is not None and self._own_done:
-            done.append(self._own)
-        names = ", ".join(f"{about.host} (node {about.node})" for about in done[:8])
-        if not names:
+        """A failure that is the consequence of another's end, with the processes that had ended by then."""
+        abouts = [member.about for member in self._members.values()] + ([] if self._own is None else [self._own])
+        said = []
+        for about in sorted(abouts, key=lambda one: one.node):
+            ranks = self._ended[about.node]
+            if ranks:
+                some = ", ".join(map(str, sorted(ranks)[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
+                whole = len(ranks) == about.processes
+                whose = "all processes" if whole else f"rank{'s' if len(ranks) > 1 else ''} {some}"
+                said.append(f"{whose} of {about.host} (node {about.node})")
+        if not said:
             return fault
-        said = f"the processes of {names}{', ...' if len(done) > 8 else ''} had ended before, with exit code 0"
-        return replace(fault, before="; ".join(filter(None, (fault.before, said))))
+        names = ", ".join(said[:_NAMED]) + (", ..." if len(said) > _NAMED else "")
+        return replace(fault, before=f"{names} had ended before, with exit code 0")
 
-    def _lost(self, member: Member, what: str) -> None:
-        fault = lost(member.about.node, member.about.host, what, member.doing)
+    def _lost(self, member: Member, what: str, *, silent: bool = False) -> None:
+        fault = lost(member.about.node, member.about.host, what, member.doing, silent=silent)
         member.line.send(fault=asdict(fault), verdict=asdict(Verdict(False)))  # should it come to life again
         self._drop(member)
         self._failed(self._cause(fault, -1 if self._own is None else self._own.node))

@@ -87,6 +87,10 @@ class Link:
         self._told = fault.what
         self._post(fault=asdict(fault))
 
+    def ended(self, rank: int) -> None:
+        """A process of this node has ended by itself, with exit code 0."""
+        self._post(ended=rank)
+
     def done(self, signal: int | None) -> None:
         """This node's processes have all ended well."""
         self._post(done=True, signal=signal)
@@ -175,10 +179,11 @@ class Link:
             for key, _ in self._selector.select(0.0):
                 key.data()
 
-    def _is_silent(self, line: Line) -> bool:
-        """Whether nothing has come over the line for long, while this process was listening."""
+    def _silence(self, line: Line) -> float | None:
+        """For how many seconds nothing has come over the line, if that is too long, and this process was listening."""
         now = time.monotonic()
-        return now - line.heard > SILENCE and now - self._turned < SUSPECT
+        silence = now - line.heard
+        return silence if silence > SILENCE and now - self._turned < SUSPECT else None
 
     def _cause(self, fault: Fault, node: int) -> Fault:
         """Of a host that is lost: this one, `node`, if it is this launcher that others have lost."""

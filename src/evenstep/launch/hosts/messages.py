@@ -14,7 +14,6 @@ BEAT = 0.25  # seconds between two beats
 SILENCE = 4.0  # seconds without any after which a host is lost; a flap of two seconds is not
 SAY_AFTER = 2.0  # seconds after which it is said what is waited for, and then every so often
 SAY_EVERY = 15.0
-SILENT = f"nothing was heard from it for {SILENCE:.0f} s: its cable, its power, or its launcher"
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,16 @@ class About:
     run: str = ""  # which that is; by hand
 
 
-def lost(node: int, host: str, what: str, doing: Mapping[str, list[Any]]) -> Fault:
-    """A host that is gone, with what its processes were doing as it said last."""
+def silent_for(seconds: float) -> str:
+    """What is said of a host that has sent no beat for so long, on the clock of the launcher that says it."""
+    return f"nothing was heard from it for {seconds:.1f} s: its cable, its power, or its launcher"
+
+
+def lost(node: int, host: str, what: str, doing: Mapping[str, list[Any]], *, silent: bool = False) -> Fault:
+    """A host that is gone, with what its processes were doing as it said last. `silent`: out of reach as a whole."""
     last = {int(rank): Doing(*said) for rank, said in doing.items()}
     step = max((one.step for one in last.values()), default=None)
-    return Fault(node, host, what, doing=doing_text(last), step=step, silent=what == SILENT)
+    return Fault(node, host, what, doing=doing_text(last), step=step, silent=silent)
 
 
 def left(node: int, host: str) -> Fault:

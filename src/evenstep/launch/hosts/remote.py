@@ -261,8 +261,8 @@ class _Hub(Hub):
             self._end_all(error)
             raise
 
-    def _lost(self, member: Member, what: str) -> None:
-        super()._lost(member, what)
+    def _lost(self, member: Member, what: str, *, silent: bool = False) -> None:
+        super()._lost(member, what, silent=silent)
         self._children[member.about.node][1].kill()  # it would wait for what never comes
         self.home.lost(member.about.node)
 

@@ -14,7 +14,7 @@ from typing import Any
 from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.launch.hosts.line import Line
 from evenstep.launch.hosts.link import FAREWELL, Link
-from evenstep.launch.hosts.messages import BEAT, SILENCE, SILENT, About, left, lost, read_start
+from evenstep.launch.hosts.messages import BEAT, About, left, lost, read_start, silent_for
 from evenstep.launch.others import Fault
 from evenstep.launch.output import Say
 from evenstep.launch.restarts import Verdict
@@ -100,10 +100,13 @@ class Spoke(Link):
             line = self._line
             self._send_mail(line)
             line.send(**self._beat())
-            if not self._begun.is_set() and self._is_silent(line):
-                raise MachineError(f"nothing was heard from {self._hub} for {SILENCE:.0f} s", do="see the network")
-            if self._begun.is_set() and not self._over.is_set() and self._is_silent(line):
-                self._lose_hub(SILENT)
+            silence = self._silence(line)
+            if silence is None:
+                continue
+            if not self._begun.is_set():
+                raise MachineError(f"nothing was heard from {self._hub} for {silence:.1f} s", do="see the network")
+            if not self._over.is_set():
+                self._lose_hub(silent_for(silence))
         if self._line is None:
             return
         line = self._line

@@ -29,6 +29,7 @@ _SRUN = (
 _OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
 }  # fmt: skip
+_TIME_LIMIT = r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|-1|infinite|unlimited"
 _NEAR = timedelta(minutes=10)
 _LOOK = 0.5  # seconds between two looks at the log
 _SLOWEST = 5.0  # seconds between two questions to the controller, when nothing has changed for long
@@ -93,6 +94,11 @@ class Job:
         where = f" on {self.nodes}" if self.state == "RUNNING" else ""
         why = f" ({self.reason})" if self.state == "PENDING" and self.reason not in ("None", "") else ""
         return f"job {self.number} is {self.state.lower().replace('_', ' ')}{where}{why}"
+
+
+def is_time_limit(text: str) -> bool:
+    """Whether sbatch takes it: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS, or a word for no limit."""
+    return re.fullmatch(_TIME_LIMIT, text, re.IGNORECASE | re.ASCII) is not None
 
 
 def submit(script: str) -> str:
