@@ -425,11 +425,36 @@ def begin(tmp_path: Path, **options: Any) -> Run:
         ({"backend": "nccl"}, "has no nccl backend|needs GPUs"),
         ({"backend": "mpi"}, "has no mpi backend(.|\n)*--backend gloo"),
         ({"keep": 0}, "keep=0"),
+        ({"global_batch": np.float64(6)}, r"global_batch=np.float64\(6.0\), expected a whole number"),
+        ({"keep": np.bool_(True)}, r"keep=np.True_"),
+        ({"keep": torch.tensor(True)}, r"keep=tensor\(True\)"),
     ],
 )
 def test_options_that_cannot_work(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         begin(tmp_path, **options)
+
+
+def test_whole_numbers_may_be_of_any_make(tmp_path: Path) -> None:
+    def train(n: Callable[[int], Any], place: str) -> list[str]:
+        names = ("seed", "threads", "keep", "stages", "replicas", "thread_replicas", "split", "checkpoint_every")
+        options = {"global_batch": n(6), "micro_batch": n(2), **{name: n(1) for name in names}, "replicas": None}
+        with training_run(tmp_path / place, **options) as run:
+            model = run.prepare(nn.Linear(2, 3))
+            optimizer = torch.optim.SGD(model.parameters(), 0.05)
+            steps = run.steps(DATA, steps=n(2), weights=[1.0] * 20, num_samples=n(8), loaders=n(0))
+            run.restore(model=model, optimizer=optimizer)
+            for step in steps:
+                step.backward(loss_fn)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert run.broadcast(1, source=n(0)) == 1
+            assert run.gather(1, to=n(0)) == [1]
+            part = evenstep.stream(lambda lane, lanes, epoch: [DATA[lane]], block=n(4))
+            assert run.evaluate(part, loss_fn, loaders=n(0)) > 0
+        return fingerprints(run)
+
+    assert train(np.int64, "numpy") == train(torch.tensor, "torch") == train(int, "python")
 
 
 def test_more_processes_than_micro_batches(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from evenstep.environment import AUTO, Settings, memory_size
 from evenstep.errors import UsageError
 from evenstep.plan.grid import grid
+from evenstep.plan.integers import integer
 from evenstep.train.precision import PRECISIONS
 
 
@@ -56,6 +57,17 @@ class Asked:
 
 
 NOTHING = Asked()
+_LEAST = {  # options that are whole numbers
+    "global_batch": 1,
+    "micro_batch": 1,
+    "seed": 0,
+    "threads": 1,
+    "keep": 1,
+    "stages": 1,
+    "thread_replicas": 1,
+    "split": 1,
+}
+_NUMBERS = (*_LEAST, "replicas", "checkpoint_every", "memory")
 
 
 def choose(settings: Settings, script: Options, world_size: int) -> Options:
@@ -67,12 +79,10 @@ def choose(settings: Settings, script: Options, world_size: int) -> Options:
 
     both = {field.name for field in fields(Options)} & {field.name for field in fields(Settings)}
     chosen = replace(script, **{name: first(name) for name in both})  # type: ignore[arg-type]
+    chosen = replace(chosen, **{name: integer(getattr(chosen, name)) for name in _NUMBERS})
     if chosen.memory is not None:
         chosen = replace(chosen, memory=memory_size(chosen.memory, "memory"))
-    for name, least in (
-        ("global_batch", 1), ("micro_batch", 1), ("seed", 0), ("threads", 1), ("keep", 1),
-        ("stages", 1), ("thread_replicas", 1), ("split", 1),
-    ):  # fmt: skip
+    for name, least in _LEAST.items():
         if (name, getattr(chosen, name)) != ("micro_batch", AUTO):
             _whole(name, getattr(chosen, name), least)
     if chosen.replicas is not None:

@@ -24,6 +24,7 @@ from evenstep.environment import STOPPING
 from evenstep.errors import EvenstepError, MachineError, PeerFailed, Stopped, UsageError
 from evenstep.plan.bucketed import bucketed
 from evenstep.plan.grid import Grid
+from evenstep.plan.integers import integer
 from evenstep.plan.lanes import Lanes, LaneSchedule, LaneStep, Plan
 from evenstep.plan.schedule import Schedule, StepPlan
 from evenstep.plan.sizes import micro_batch_sizes
@@ -211,6 +212,7 @@ class Run:
         The generators of torch, numpy and random are keyed for every sample, collate call and micro-batch, so
         augmentation and dropout do not depend on the layout.
         """
+        epochs, steps, loaders, num_samples = map(integer, (epochs, steps, loaders, num_samples))
         if self._steps is not None:
             raise UsageError("run.steps was called twice", do="one run has one loop: give it more epochs= or steps=")
         if isinstance(data, Stream):
@@ -404,7 +406,7 @@ class Run:
         """
         with self._activity.during(EVALUATING):
             return evaluate(
-                data, fn, self._models.chosen(models), collate=collate, loaders=loaders, **self._evaluation()
+                data, fn, self._models.chosen(models), collate=collate, loaders=integer(loaders), **self._evaluation()
             )
 
     def predict(
@@ -423,7 +425,7 @@ class Run:
         """
         with self._activity.during(EVALUATING):
             return predict(
-                data, fn, self._models.chosen(models), collate=collate, loaders=loaders, **self._evaluation()
+                data, fn, self._models.chosen(models), collate=collate, loaders=integer(loaders), **self._evaluation()
             )
 
     def _evaluation(self) -> dict[str, Any]:
@@ -451,7 +453,7 @@ class Run:
 
     def gather(self, value: Any, to: int = 0) -> list[Any] | None:
         """Every process's `value`, by rank, on process `to`; None on the others. See `all_reduce` for what it takes."""
-        return collectives.gather(self._meeting, value, to)
+        return collectives.gather(self._meeting, value, integer(to))
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every process's `value`, by rank, on every process."""
@@ -459,7 +461,7 @@ class Run:
 
     def reduce(self, value: Any, op: str = "mean", to: int = 0) -> Any:
         """`value` of all processes put together by `op` (sum, mean, min, max) on process `to`; None on the others."""
-        return collectives.reduce(self._meeting, value, op, to)
+        return collectives.reduce(self._meeting, value, op, integer(to))
 
     def all_reduce(self, value: Any, op: str = "sum") -> Any:
         """`value` of all processes put together by `op` (sum, mean, min, max), on every process.
@@ -472,7 +474,7 @@ class Run:
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Process `source`'s `value`, on every process."""
-        return collectives.broadcast(self._meeting, value, source)
+        return collectives.broadcast(self._meeting, value, integer(source))
 
     def barrier(self) -> None:
         """Wait until every process is here."""
