@@ -62,6 +62,13 @@ def test_without_replacement_each_draw_is_by_weight_among_what_is_left() -> None
     assert abs(z_chi_square(both[:, 0].astype(np.int64), both[:, 1], len(both) - 1)) < Z
 
 
+@pytest.mark.parametrize("replacement", [True, False])
+def test_very_small_weights_are_drawn_like_others(replacement: bool) -> None:
+    weights = np.arange(1.0, 40)
+    usual, small = (weighted(scale * weights, 39, 3, 30, replacement) for scale in (1.0, 2.0**-1060))
+    assert all(usual.indices(e, 0, 30).tolist() == small.indices(e, 0, 30).tolist() for e in range(3))
+
+
 @settings(max_examples=80)
 @given(st.lists(st.floats(0, 1e300), min_size=1, max_size=40), st.integers(0, 99), st.booleans(), st.data())
 def test_zero_weights_are_never_drawn_and_any_part_comes_alone(

@@ -17,6 +17,7 @@ from evenstep.plan.order import Indices, Words, array_digest, keyed_words, mix
 
 Numbers = NDArray[np.float64]
 
+_SMALL = -256  # as an exponent of 2
 _CHUNK = 1 << 20  # samples at a time: what is computed on the way takes little memory
 
 
@@ -55,14 +56,15 @@ class WithoutReplacement:
 
     def __init__(self, weights: Numbers, length: int, seed: int) -> None:
         """`weights` are positive or 0; an index with 0 is never drawn. `length`: at most how many are positive."""
-        self.length, self._seed, self._weights = length, seed, weights
+        self.length, self._seed, self._weights = length, seed, _scaled(weights)
+        self._digest = array_digest(weights)
         positive = weights > 0
         self._able = None if positive.all() else np.flatnonzero(positive)
         self._kept: tuple[int, Indices] | None = None
 
     @property
     def name(self) -> str:
-        return f"weights= {array_digest(self._weights)}, {self.length} draws without replacement"
+        return f"weights= {self._digest}, {self.length} draws without replacement"
 
     def digest(self, epoch: int) -> str:
         return ""
@@ -111,7 +113,7 @@ def weighted(
                 do=f"give num_samples={able} or less, or replacement=True",
             )
         return WithoutReplacement(values, able if draws is None else draws, seed)
-    bounds = np.cumsum(values)
+    bounds = np.cumsum(_scaled(values))
     return WithReplacement(bounds, samples if draws is None else draws, seed, array_digest(values))
 
 
@@ -145,6 +147,12 @@ def _checked(weights: object, samples: int) -> Numbers:
             do="give at least one sample a weight above 0",
         )
     return values
+
+
+def _scaled(weights: Numbers) -> Numbers:
+    """Very small weights times a power of two, which changes no draw: quotients of them would be 0 or infinite."""
+    exponent = int(np.frexp(weights.max())[1])
+    return np.ldexp(weights, -exponent) if exponent < _SMALL else weights
 
 
 def _hashed(numbers: Words, key: Words) -> Words:
