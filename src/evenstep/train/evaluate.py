@@ -31,7 +31,7 @@ from evenstep.train.data.dataset import checked_dataset
 from evenstep.train.data.reading import Reader, shares
 from evenstep.train.data.samples import Collate, MicroBatch
 from evenstep.train.data.stream import Stream
-from evenstep.train.data.streaming import refuse_alike
+from evenstep.train.data.stream_identity import refuse_alike
 from evenstep.train.entries import packed, unpacked
 from evenstep.train.evaluate_stream import run_over_lanes, sums_of_lanes
 from evenstep.train.lockstep import Alone, Lockstep

@@ -16,7 +16,7 @@ from evenstep.train.batch import to_device
 from evenstep.train.data.lane_reader import Found, LaneReader, LaneSamples
 from evenstep.train.data.samples import Collate, MicroBatch
 from evenstep.train.data.stream import Stream
-from evenstep.train.data.streaming import beginnings
+from evenstep.train.data.stream_identity import beginnings
 from evenstep.train.lockstep import Alone, Lockstep
 from evenstep.train.loss import evaluating
 from evenstep.train.meeting import Meeting, call_site

@@ -68,6 +68,13 @@ def kept_generators() -> Iterator[None]:
         np.random.set_state(legacy)
 
 
+def generators_stand() -> tuple[object, ...]:
+    """Where the generators of torch (on the CPU), random and numpy stand, to compare."""
+    name, words, *rest = np.random.get_state()
+    numpy = (name, np.asarray(words).tobytes(), *rest)
+    return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), numpy
+
+
 @dataclass
 class _Keys:
     """Where the keyed randomness of a thread stands."""

@@ -513,7 +513,6 @@ class Run:
         begun = self._checkpoint_at is not None
         check_compiled(self._ground, self._paths, how, self._options.allow_other_identity or not begun)
         if self._stream is not None:
-            self._stream.check()
             first, samples, per_epoch = self._first_step_of_stream(self._stream), None, None
             over, lines = self._stream.over, self._plan_of_stream(self._stream)
         else:
@@ -562,8 +561,12 @@ class Run:
             how = f"; to go on, remove {self._paths.finished}" if finished["left early"] else ""
             self._journal.say(f"{self.directory} is finished ({finished['step']} steps{how}): nothing is trained again")
             stream.go_to_end()
-        elif self._checkpoint_at is not None:
-            stream.go_on(self._checkpoints.about(self._checkpoint_at), self._done, self._cursor)
+        elif self._checkpoint_at is None:
+            stream.check()
+        else:
+            about = self._checkpoints.about(self._checkpoint_at)
+            stream.check(about)
+            stream.go_on(about, self._done, self._cursor)
         return self._done
 
     def _plan_of_stream(self, stream: Streaming) -> list[str]:

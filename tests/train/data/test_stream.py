@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import evenstep
@@ -269,23 +270,37 @@ def test_a_stream_that_changed_is_named_at_a_resume_between_epochs(tmp_path: Pat
         train(tmp_path, evenstep.stream(make, block=4))
 
 
-def of_rank() -> str:
-    """Each process has another stream."""
-    rank = int(__import__("os").environ["RANK"])
+def of_rank(folder: Path) -> list[str]:
+    """Each process has other streams."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
 
     def own(lane: int, lanes: int, epoch: int) -> Iterator[tuple[Tensor, int]]:
         return ((torch.full((4,), float(rank + k)), k) for k in range(3))
 
-    with pytest.raises(UsageError) as caught:
-        train(Path("run"), evenstep.stream(own))
-    return caught.value.message
+    def own_later(lane: int, lanes: int, epoch: int) -> Iterator[tuple[Tensor, int]]:
+        other = rank if lane else 0
+        return ((torch.full((4,), float(lane + other + k)), k) for k in range(3))
+
+    for number in range(7):
+        (folder / str(rank)).mkdir(exist_ok=True)
+        (folder / str(rank) / f"{number if number < 6 else number + rank}.txt").write_text("1\n")
+    said: list[str] = []
+    for data in (evenstep.stream(own), evenstep.stream(own_later), evenstep.stream(f"{folder}/{rank}/*.txt")):
+        with pytest.raises(UsageError) as caught:
+            train(folder / str(len(said)), data)
+        said.append(caught.value.message)
+    dist.destroy_process_group()
+    return said
 
 
-def test_processes_with_different_streams_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for message in run_ranks(of_rank, 2):
-        assert message.startswith("rank 1 has {'failed': None, 'source': 'of_rank.<locals>.own'")
-        assert message.endswith("the stream is not the same on all processes")
+def test_processes_with_different_streams_are_named(tmp_path: Path) -> None:
+    """...be it a lane that only one of them reads: another one looks at its beginning."""
+    for first, later, files in run_ranks(of_rank, 3, tmp_path):
+        assert first.startswith("rank 1 has {'failed': None, 'source': 'of_rank.<locals>.own'")
+        assert first.endswith("the stream is not the same on all processes")
+        assert later.startswith("lane 4 of the stream begins with other samples on rank 1 than on rank 0 (epoch 0: ")
+        assert "only on rank 0: 6.txt (2 bytes); only on rank 1: 7.txt (2 bytes): the stream is not" in files
 
 
 def test_a_checkpoint_of_another_stream_is_refused(tmp_path: Path) -> None:

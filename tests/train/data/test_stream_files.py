@@ -7,7 +7,7 @@ import io
 import json
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.errors import DataError, UsageError
+from evenstep.errors import DataError, IdentityError, UsageError
 from evenstep.plan.lanes import Lanes
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
@@ -39,14 +39,15 @@ def numbers(file: int) -> range:
 
 def text(folder: Path) -> list[Path]:
     for file in range(len(SIZES)):
-        (folder / f"{file}.txt").write_text("".join(f"{n}é\r\n" for n in numbers(file)), newline="")
+        mark = "\ufeff" if file % 2 else ""  # as Windows writes it
+        (folder / f"{file}.txt").write_text(mark + "".join(f"{n}é\r\n" for n in numbers(file)), newline="")
     return sorted(folder.glob("*.txt"))
 
 
 def jsonl(folder: Path) -> list[Path]:
     for file in range(len(SIZES)):
         lines = "".join(json.dumps({"n": n}) + "\n\n" for n in numbers(file)).rstrip("\n")
-        (folder / f"{file}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+        (folder / f"{file}.jsonl.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" * (file % 2) + lines.encode()))
     return sorted(folder.glob("*.jsonl.gz"))
 
 
@@ -58,15 +59,23 @@ def parquet(folder: Path) -> list[Path]:
 
 
 def tar(folder: Path) -> list[Path]:
+    """Some are several archives, one behind the other."""
     for file in range(len(SIZES)):
-        with tarfile.open(folder / f"{file}.tar", "w") as archive:
-            for n in numbers(file):
-                long = "x" * (120 if n % 3 == 0 else 0)  # some names need a header of their own
-                for suffix in ("cls", "seg.png"):
-                    member = tarfile.TarInfo(f"part/{long}{n}.{suffix}")
-                    member.size = len(str(n))
-                    archive.addfile(member, io.BytesIO(str(n).encode()))
+        parts = [numbers(file)] if file % 2 else [numbers(file)[k::4] for k in range(4)]
+        (folder / f"{file}.tar").write_bytes(b"".join(map(archive_of, parts)))
     return sorted(folder.glob("*.tar"))
+
+
+def archive_of(samples: Sequence[int]) -> bytes:
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as archive:
+        for n in samples:
+            long = "x" * (120 if n % 3 == 0 else 0)  # some names need a header of their own
+            for suffix in ("cls", "seg.png"):
+                member = tarfile.TarInfo(f"part/{long}{n}.{suffix}")
+                member.size = len(str(n))
+                archive.addfile(member, io.BytesIO(str(n).encode()))
+    return written.getvalue()
 
 
 def number_of(record: Any) -> int:
@@ -118,12 +127,44 @@ def test_files_that_changed_are_named_and_so_are_torn_records(tmp_path: Path) ->
     lane = lane_of(stream, 1, 5)
     list(lane.take(5))
     lane.close()
-    paths[1].write_bytes(gzip.compress(b'{"n": 1}\n' * 30))
-    with pytest.raises(DataError, match=r"lane 1 of the stream does not give the same samples again"):
+    paths[1].write_bytes(gzip.compress(b"1\n" * 50))
+    with pytest.raises(ValueError, match=r"1.jsonl.gz, record 3: ValueError: it has \d+ bytes, and had \d+ when"):
         lane_of(stream, 1, 5, 5, lane.mark)
+    with pytest.raises(DataError, match=r"lane 1 of the stream does not give the same samples again"):
+        lane_of(evenstep.stream(paths, block=3), 1, 5, 5, lane.mark)
     paths[1].write_bytes(gzip.compress(b'{"n": 1}\n{"n": 2'))
     with pytest.raises(ValueError, match=r"1.jsonl.gz, record 1: JSONDecodeError"):
-        list(lane_of(stream, 1, 5).take(9))
+        list(lane_of(evenstep.stream(paths, block=3), 1, 5).take(9))
+
+
+def test_a_file_that_grows_is_named_and_so_is_what_is_no_utf8(tmp_path: Path) -> None:
+    lines = tmp_path / "a.txt"
+    lines.write_text("1\n2\n")
+    lane = lane_of(evenstep.stream(lines, block=1), 0, 1)
+    assert list(lane.take(1)) == ["1"]
+    with lines.open("a") as file:
+        file.write("3\n")
+    with pytest.raises(ValueError, match=r"a.txt, record 3: ValueError: it has 6 bytes, and had 4 when the stream was"):
+        list(lane.take(9))
+    for name, content in {"b.txt": "1\né\n".encode("latin1"), "b.jsonl": '1\n"é"\n'.encode("latin1")}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name}, record 1: it is not UTF-8 .*iconv"):
+            list(lane_of(evenstep.stream(tmp_path / name), 0, 1).take(9))
+
+
+def test_a_sample_of_a_tar_file_ends_with_its_archive_and_has_no_links(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(archive_of([4]) * 3)
+    assert [record["cls"] for record in lane_of(evenstep.stream(path), 0, 1).take(9)] == [b"4"] * 3
+    path.write_bytes(archive_of([4]) + b"more")
+    with pytest.raises(ValueError, match=r"record 0: ValueError: there is no member of a tar file at byte 10240, nor"):
+        list(lane_of(evenstep.stream(path), 0, 1).take(9))
+    with tarfile.open(path, "w") as archive:
+        link = tarfile.TarInfo("b.cls")
+        link.type, link.linkname = tarfile.LNKTYPE, "a.cls"
+        archive.addfile(link)
+    with pytest.raises(ValueError, match=r"'b.cls' is not a file but refers to 'a.cls': write links out"):
+        list(lane_of(evenstep.stream(path), 0, 1).take(9))
 
 
 def test_a_file_that_is_torn_or_none_of_its_kind_is_named(tmp_path: Path) -> None:
@@ -153,6 +194,7 @@ def test_what_files_cannot_be_is_said(tmp_path: Path) -> None:
     refused = {
         "expected one format": [paths[0], "b.jsonl"],
         "does not say what it holds": ["data.bin"],
+        r"in a way that is not read \(.zst\)": [tmp_path / "a.jsonl.zst"],
         "cannot be read: No such file": [tmp_path / "missing.txt"],
         "no file is like": str(tmp_path / "*.tar"),
         "is an empty list": [],
@@ -183,6 +225,23 @@ def test_what_files_cannot_be_is_said(tmp_path: Path) -> None:
     (note,) = evenstep.stream(paths).source.notes(3)
     assert note.startswith("5 files do not divide by 3 lanes: 2 lanes have one more")
     assert evenstep.stream(paths).source.notes(5) == []
+
+
+def test_a_file_that_is_gone_is_named_at_a_resume(tmp_path: Path) -> None:
+    for file in range(5):
+        rows = [json.dumps({"n": n, "x": [n % 7, file]}) for n in range(6)]
+        (tmp_path / f"{file}.jsonl").write_text("\n".join(rows))
+
+    def again(stop: int | None = None) -> Any:
+        return train(tmp_path / "run", evenstep.stream(f"{tmp_path}/*.jsonl", transform=in_tensors), stop)
+
+    again(1)
+    (tmp_path / "3.jsonl").rename(tmp_path / "7.jsonl")
+    with pytest.raises(IdentityError, match=r"gone: 3.jsonl \(\d+ bytes\); new: 7.jsonl \(\d+ bytes\): the rest would"):
+        again()
+    (tmp_path / "7.jsonl").unlink()
+    with pytest.raises(IdentityError, match=r"gone: 3.jsonl \(\d+ bytes\): the rest would"):
+        again()
 
 
 def rows(shards: list[int]) -> Iterator[dict[str, Any]]:
@@ -248,6 +307,25 @@ def test_a_hugging_face_stream_trains_one_model_through_kills(
         run_ranks(body, 3, tmp_path / "2", len(alone) - 2, 1)
     for found, _ in run_ranks(body, 3 if buffer else 5, tmp_path / "2"):
         assert found[-2:] == alone[-2:]
+
+
+def test_a_map_over_batches_that_draws_is_read_again_and_take_is_told_of() -> None:
+    """...from the beginning: what it draws follows from where in a batch it is begun."""
+
+    def body() -> None:
+        for draw, seeks in ((torch.rand, False), (torch.zeros, True)):
+            mapped = hugging_face(6).map(lambda rows, draw=draw: {"r": draw(len(rows["n"])).tolist()}, batched=True)
+            stream = evenstep.stream(mapped, block=3)
+            lane, marks, whole = lane_of(stream, 1, 3), [], []
+            while lane.more():
+                whole += list(lane.take(1))
+                marks.append(lane.mark)
+            assert any(mark.state is not None for mark in marks if mark) == seeks
+            assert list(lane_of(stream, 1, 3, 8, marks[7]).take(99)) == whole[8:]
+        (note,) = evenstep.stream(hugging_face(6).skip(2).take(9)).source.notes(3)
+        assert note.startswith("each lane does .skip() and .take() by itself, over its shards, with its part of the")
+
+    run_ranks(body, 1)
 
 
 def test_a_hugging_face_stream_with_fewer_shards_than_lanes_says_so() -> None:

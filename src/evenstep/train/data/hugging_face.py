@@ -9,6 +9,13 @@ from typing import Any
 from evenstep.plan.lanes import pieces
 from evenstep.train.data.stream_files import share_out
 
+_BY_LANE = {
+    "TakeExamplesIterable": ".take()",
+    "SkipExamplesIterable": ".skip()",
+    "CyclingMultiSourcesExamplesIterable": "interleave_datasets",
+    "RandomlyCyclingMultiSourcesExamplesIterable": "interleave_datasets",
+}
+
 
 @dataclass(frozen=True)
 class HuggingFace:
@@ -23,8 +30,23 @@ class HuggingFace:
         named = "" if columns is None else f", columns {', '.join(columns)}"
         return f"Hugging Face data set of {self.data.num_shards} shards{named}"
 
+    def parts(self) -> list[str]:
+        return []
+
+    @property
+    def reads_ahead(self) -> bool:
+        return any(getattr(step, "batched", False) for step in _chain(self.data._ex_iterable))
+
     def notes(self, lanes: int) -> list[str]:
         said = share_out(self.data.num_shards, lanes, self.share, "shards")
+        own = sorted(
+            {_BY_LANE[kind] for step in _chain(self.data._ex_iterable) if (kind := type(step).__name__) in _BY_LANE}
+        )
+        if own:
+            said.append(
+                f"each lane does {' and '.join(own)} by itself, over its shards, with its part of the number: other "
+                "records than those of the data set as one"
+            )
         if _has_buffer(self.data._ex_iterable):
             said.append(
                 "the data set has a shuffle buffer, which cannot be sought: a resume reads each lane again from the "
@@ -78,7 +100,12 @@ class Every(Iterator[Any]):
 
 def _has_buffer(examples: Any) -> bool:
     """Whether a shuffle buffer is anywhere in the chain of what makes the examples."""
-    if type(examples).__name__ == "BufferShuffledExamplesIterable":
-        return True
-    inner = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or ())]
-    return any(_has_buffer(one) for one in inner if one is not None)
+    return any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in _chain(examples))
+
+
+def _chain(examples: Any) -> Iterator[Any]:
+    """All that makes the examples, step by step."""
+    yield examples
+    for inner in (getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or ())):
+        if inner is not None:
+            yield from _chain(inner)

@@ -19,7 +19,7 @@ from evenstep.errors import DataError, UsageError
 from evenstep.plan.lanes import block_order
 from evenstep.train.data.samples import digest
 from evenstep.train.data.stream import Stream
-from evenstep.train.randomness import key, seed_generators
+from evenstep.train.randomness import generators_stand, key, seed_generators
 from evenstep.train.state import decode_tree, encode_tree
 
 BEGINNING = 16  # records of an epoch's beginning in a lane that are hashed
@@ -79,6 +79,9 @@ class Lane:
         self._seed, self._shuffle = seed, shuffle
         self._at: MutableSequence[int] = [-1] if at is None else at
         self._keyed = not stream.source.draws_nothing
+        self._stood: object = None  # where the generators stood when they were keyed, while it is looked for draws
+        self._watches = stream.source.reads_ahead
+        self._drew = False  # for records that may be asked for later
         self._ahead: Any = _NONE  # the next record, where it was read to know whether there is one
         self._state: str | None = None  # of the source, at the beginning of the block that it is in
         self._first = 0  # the number of this block's first record
@@ -158,6 +161,7 @@ class Lane:
             self._at[0] = -2 - self._read
             try:
                 records.extend(islice(self._iterator, wanted))
+                self._notice_draws()
             finally:
                 self._read += len(records) - before
                 self._at[0] = -2 - self._read
@@ -246,6 +250,7 @@ class Lane:
                 self._key_generators(*divmod(self._read, self._stream.block))
             self._at[0] = -2 - self._read
             self._ahead = next(self._iterator, _END)
+            self._notice_draws()
             self._read += self._ahead is not _END
         return self._ahead
 
@@ -257,13 +262,19 @@ class Lane:
             seed_generators(key(self._seed, "record", self._epoch))
         elif within < 2:
             seed_generators(key(self._seed, "record", self._epoch, self._lane, block, within))
+        if self._watches and not self._drew and within < 2:
+            self._stood = generators_stand()
+
+    def _notice_draws(self) -> None:
+        if self._watches and not self._drew:
+            self._drew = generators_stand() != self._stood
 
     def _pop(self) -> Any:
         record, self._ahead = self._ahead, _NONE
         return record
 
     def _said_state(self) -> str | None:
-        if not self._seeks:
+        if not self._seeks or self._drew:
             return None
         try:
             return base64.b64encode(encode_tree(self._made.state_dict())).decode()

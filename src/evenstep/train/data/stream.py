@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader, IterableDataset
 
 from evenstep.errors import UsageError
+from evenstep.plan.integers import integer
 
 Make = Callable[[int, int, int], Iterable[Any]]
 
@@ -23,12 +24,21 @@ class Source(Protocol):
     draws_nothing: bool
     """Whether reading it draws no random numbers, so that there is nothing to key."""
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether it may draw for records that are asked for later: then it cannot go on from within them."""
+        ...
+
     def open(self, lane: int, lanes: int, epoch: int) -> Iterable[Any]:
         """The records of `lane`. With state_dict and load_state_dict it can go on from within."""
         ...
 
     def about(self) -> str:
         """What must be the same on every process and after a resume, for people."""
+        ...
+
+    def parts(self) -> list[str]:
+        """What it consists of, in order, where that has names: a checkpoint keeps them, for people."""
         ...
 
     def notes(self, lanes: int) -> list[str]:
@@ -54,12 +64,16 @@ class Made:
 
     make: Make
     draws_nothing = False
+    reads_ahead = False
 
     def open(self, lane: int, lanes: int, epoch: int) -> Iterable[Any]:
         return self.make(lane, lanes, epoch)
 
     def about(self) -> str:
         return getattr(self.make, "__qualname__", type(self.make).__name__)
+
+    def parts(self) -> list[str]:
+        return []
 
     def notes(self, lanes: int) -> list[str]:
         return []
@@ -89,6 +103,7 @@ def stream(
     format: of the files, where their names do not say it: "text", "jsonl", "parquet" or "tar".
     columns: of parquet files, those to read (all).
     """
+    block = integer(block)
     if type(block) is not int or block < 1:
         raise UsageError(f"block={block!r}, expected a number of records, at least 1")
     if transform is not None and not callable(transform):

@@ -1,21 +1,18 @@
-"""Streams of files: text, JSON lines, parquet and tar files (webdataset's layout), each with a place to go on from."""
+"""Streams of files: text, JSON lines, parquet and tar files, cut into lanes."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import os
-import re
-import tarfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from evenstep.errors import UsageError
 from evenstep.plan.lanes import Piece, pieces
+from evenstep.train.data.file_readers import END, JsonLines, Parquet, Reader, Text, pyarrow_parquet
+from evenstep.train.data.tar_reader import Tar
 
 _SUFFIXES = {
     ".txt": "text",
@@ -26,10 +23,19 @@ _SUFFIXES = {
     ".tar": "tar",
     ".tgz": "tar",
 }
-_ROWS = 256  # of a parquet file that are made Python objects at a time
-_TAR_NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")  # as webdataset has it: the key ends at the first dot
-
-END = object()
+_UNREAD = (
+    ".zst",
+    ".zstd",
+    ".bz2",
+    ".tbz2",
+    ".xz",
+    ".txz",
+    ".lz4",
+    ".br",
+    ".zip",
+    ".7z",
+)  # how else files are compressed
+_READERS: dict[str, type[Reader]] = {"text": Text, "jsonl": JsonLines, "parquet": Parquet, "tar": Tar}
 
 
 @dataclass(frozen=True)
@@ -41,9 +47,13 @@ class Files:
     share: bool
     columns: tuple[str, ...] | None
     _about: str = field(init=False, default="")
+    _sizes: tuple[int, ...] = field(init=False, default=())  # in bytes
     draws_nothing = True
+    reads_ahead = False
 
     def __post_init__(self) -> None:
+        for path in self.paths:
+            _refuse_unread(path)
         kinds = {self.format or _format(path) for path in self.paths}
         if len(kinds) > 1:
             raise UsageError(
@@ -56,15 +66,20 @@ class Files:
         if self.columns is not None and kind != "parquet":
             raise UsageError(f"columns={list(self.columns)} is for parquet files, these are {kind}", do="leave it out")
         if kind == "parquet":
-            _parquet()
+            pyarrow_parquet()
         object.__setattr__(self, "format", kind)
-        sizes = [(Path(path).name, _size(path)) for path in self.paths]
-        names = hashlib.blake2b(repr(sizes).encode(), digest_size=4).hexdigest()
-        total = sum(size for _, size in sizes)
-        object.__setattr__(self, "_about", f"{len(sizes)} {kind} files, {total} bytes, names and sizes {names}")
+        sizes = [_size(path) for path in self.paths]
+        object.__setattr__(self, "_sizes", tuple(sizes))
+        names = [(Path(path).name, size) for path, size in zip(self.paths, sizes, strict=True)]
+        digest = hashlib.blake2b(repr(names).encode(), digest_size=4).hexdigest()
+        about = f"{len(sizes)} {kind} files, {sum(sizes)} bytes, names and sizes {digest}"
+        object.__setattr__(self, "_about", about)
 
     def about(self) -> str:
         return self._about
+
+    def parts(self) -> list[str]:
+        return [f"{Path(path).name} ({size} bytes)" for path, size in zip(self.paths, self._sizes, strict=True)]
 
     def notes(self, lanes: int) -> list[str]:
         return share_out(len(self.paths), lanes, self.share, "files")
@@ -77,7 +92,17 @@ class Files:
         """File number `file`, at the beginning (None) or at a place that its reader has named."""
         assert self.format is not None
         kind = _READERS[self.format]
+        self.refuse_changed(file)
         return kind(self.paths[file], at, self.columns)
+
+    def refuse_changed(self, file: int) -> None:
+        """ValueError where file number `file` has not the size any more that it had when the stream was made."""
+        size, before = os.stat(self.paths[file]).st_size, self._sizes[file]
+        if size != before:
+            raise ValueError(
+                f"it has {size} bytes, and had {before} when the stream was made: files must not change while they are "
+                "read; write what comes later to others"
+            )
 
 
 def share_out(files: int, lanes: int, share: bool, what: str) -> list[str]:
@@ -116,10 +141,12 @@ class FilesOfLane(Iterator[Any]):
             piece = self._mine[self._piece]
             try:
                 record = self._record(piece)
+                if record is END:
+                    self._files.refuse_changed(piece.file)
             except Exception as error:
                 self.close()
                 path = self._files.paths[piece.file]
-                raise ValueError(f"{path}, record {self._number}: {type(error).__name__}: {error}") from error
+                raise ValueError(f"{path}, record {self._number}: {_told(error)}") from error
             if record is not END:
                 self._number += 1
                 return record
@@ -152,191 +179,20 @@ class FilesOfLane(Iterator[Any]):
         self._piece, self._number, self._at = state["piece"], state["number"], state["at"]
 
 
-class Reader(ABC):
-    """One file, from a place (None: its beginning) on."""
-
-    @abstractmethod
-    def __init__(self, path: str, at: Any, columns: Sequence[str] | None) -> None: ...
-
-    @property
-    @abstractmethod
-    def at(self) -> Any:
-        """The place of the next record, as plain values."""
-
-    @abstractmethod
-    def read(self) -> Any:
-        """The next record, or END."""
-
-    @abstractmethod
-    def skip(self) -> bool:
-        """Passes over the next record. False if there is none."""
-
-    @abstractmethod
-    def close(self) -> None: ...
+def _told(error: Exception) -> str:
+    """What a reader raised, for people."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 ({error}): convert the file (iconv -f latin1 -t utf-8), or give a make of your own"
+    return f"{type(error).__name__}: {error}"
 
 
-class Text(Reader):
-    """Lines, without their ends."""
-
-    def __init__(self, path: str, at: Any, columns: Sequence[str] | None) -> None:
-        self._file, self._at = _open(path), at or 0
-        if self._at:
-            self._file.seek(self._at)
-
-    @property
-    def at(self) -> int:
-        return self._at
-
-    def read(self) -> Any:
-        line = self._line()
-        return line.decode().rstrip("\r\n") if line else END
-
-    def skip(self) -> bool:
-        return bool(self._line())
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _line(self) -> bytes:
-        line = self._file.readline()
-        self._at += len(line)
-        return line
-
-
-class JsonLines(Text):
-    """A JSON value a line; blank lines are no records."""
-
-    def read(self) -> Any:
-        line = self._line()
-        return json.loads(line) if line else END
-
-    def _line(self) -> bytes:
-        line = super()._line()
-        while line and not line.strip():
-            line = super()._line()
-        return line
-
-
-class Parquet(Reader):
-    """Rows, as dicts."""
-
-    def __init__(self, path: str, at: Any, columns: Sequence[str] | None) -> None:
-        self._file = _parquet().ParquetFile(path)
-        self._columns = columns
-        names = self._file.schema_arrow.names
-        missing = [name for name in columns or () if name not in names and name.partition(".")[0] not in names]
-        if missing:  # pyarrow would leave them out
-            self._file.close()
-            raise ValueError(f"it has no column {', '.join(missing)}, but {', '.join(names)}")
-        self._group: int = at[0] if at else 0  # of the next record
-        self._row: int = at[1] if at else 0
-        self._rows: list[Any] = []
-        self._taken = 0
-        self._batches = self._from(self._group, self._row)
-
-    @property
-    def at(self) -> list[int]:
-        return [self._group, self._row]
-
-    def read(self) -> Any:
-        if self._taken == len(self._rows):
-            found = next(self._batches, None)
-            if found is None:
-                return END
-            self._group, self._row, self._rows = found
-            self._taken = 0
-        record = self._rows[self._taken]
-        self._taken += 1
-        self._row += 1
-        return record
-
-    def skip(self) -> bool:
-        return self.read() is not END
-
-    def close(self) -> None:
-        self._batches.close()
-        self._file.close()
-
-    def _from(self, group: int, row: int) -> Any:
-        for g in range(group, self._file.num_row_groups):
-            at = 0
-            for batch in self._file.iter_batches(_ROWS, row_groups=[g], columns=self._columns):
-                skipped = max(0, min(row - at, len(batch))) if g == group else 0
-                if skipped < len(batch):
-                    yield g, at + skipped, batch.slice(skipped).to_pylist()
-                at += len(batch)
-
-
-class Tar(Reader):
-    """Samples: the neighbouring members of one key, {"__key__": key, suffix: bytes}."""
-
-    def __init__(self, path: str, at: Any, columns: Sequence[str] | None) -> None:
-        self._file = _open(path)
-        if at:
-            self._file.seek(at)
-        try:
-            self._tar = tarfile.open(fileobj=self._file, mode="r:")  # what is compressed is opened as such
-            self._member = self._advance()
-        except Exception:
-            self._file.close()
-            raise
-
-    @property
-    def at(self) -> int:
-        return self._tar.offset if self._member is None else self._member.offset
-
-    def read(self) -> Any:
-        return self._sample(keep=True)
-
-    def skip(self) -> bool:
-        return self._sample(keep=False) is not END
-
-    def close(self) -> None:
-        self._tar.close()
-        self._file.close()
-
-    def _sample(self, keep: bool) -> Any:
-        if self._member is None:
-            return END
-        key = _split(self._member.name)[0]
-        sample: dict[str, Any] = {"__key__": key}
-        while self._member is not None:
-            there, suffix = _split(self._member.name)
-            if there != key:
-                break
-            if suffix in sample:
-                raise ValueError(f"two members of {key!r} have the suffix {suffix!r}")
-            opened = self._tar.extractfile(self._member) if keep else None
-            sample[suffix] = opened.read() if opened is not None else None
-            self._member = self._advance()
-        return sample
-
-    def _advance(self) -> tarfile.TarInfo | None:
-        """The next member that is part of a sample."""
-        while True:
-            member = self._tar.next()
-            self._tar.members.clear()  # type: ignore[attr-defined]  # a large file has many
-            if member is None:
-                self._refuse_torn()
-                return None
-            if member.isfile() and _TAR_NAME.fullmatch(member.name):
-                return member
-
-    def _refuse_torn(self) -> None:
-        """ValueError where the file does not end as tar files do, with zeros: all else is an end for tarfile, too."""
-        self._file.seek(self._tar.offset)
-        block = self._file.read(tarfile.BLOCKSIZE)
-        if len(block) < tarfile.BLOCKSIZE or any(block):
-            raise ValueError(f"there is no member of a tar file at byte {self._tar.offset}, nor its end: it is torn")
-
-
-_READERS: dict[str, type[Reader]] = {"text": Text, "jsonl": JsonLines, "parquet": Parquet, "tar": Tar}
-
-
-def _split(name: str) -> tuple[str, str]:
-    found = _TAR_NAME.fullmatch(name)
-    assert found is not None
-    return found[1], found[2].lower()
+def _refuse_unread(path: str) -> None:
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in _UNREAD:
+        raise UsageError(
+            f"{path} is compressed in a way that is not read ({suffix}); plain files are, and those of gzip (.gz)",
+            do="decompress it, or give a function that opens it: evenstep.stream(make)",
+        )
 
 
 def _format(path: str) -> str:
@@ -350,22 +206,8 @@ def _format(path: str) -> str:
     return _SUFFIXES[suffix]
 
 
-def _open(path: str) -> IO[bytes]:
-    if path.endswith((".gz", ".tgz")):
-        return gzip.open(path)  # type: ignore[return-value]
-    return open(path, "rb", buffering=1 << 16)
-
-
 def _size(path: str) -> int:
     try:
         return os.stat(path).st_size
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", do="check the paths of the stream") from error
-
-
-def _parquet() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UsageError("parquet files need pyarrow, which is not installed", do="pip install pyarrow") from error
-    return pyarrow.parquet

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from evenstep.errors import DataError, EvenstepError, IdentityError, PeerFailed, UsageError
+from evenstep.errors import DataError, EvenstepError, PeerFailed, UsageError
 from evenstep.plan.grid import Grid
 from evenstep.plan.lanes import LaneSchedule, LaneStep, Place
 from evenstep.train.data.lane import BEGINNING, Lane, Mark
 from evenstep.train.data.lane_reader import Found, LaneReader, LaneSamples, LaneTask, failed
 from evenstep.train.data.samples import Collate
 from evenstep.train.data.stream import Stream
+from evenstep.train.data.stream_identity import (
+    ALIKE,
+    beginnings,
+    changes,
+    hash_of,
+    of_stream,
+    packed,
+    refuse_alike,
+    refuse_other,
+    refuse_unlike,
+    unpacked,
+)
 from evenstep.train.meeting import Meeting
 from evenstep.train.options import Options
 from evenstep.train.randomness import kept_generators
@@ -40,7 +52,7 @@ class Streaming:
     ) -> None:
         self.stream, self.schedule = stream, schedule
         self._seed, self._shuffle, self._meeting = seed, shuffle, meeting
-        self._mine = grid.leaves(schedule.lanes.count, meeting.rank)
+        self._grid, self._mine = grid, grid.leaves(schedule.lanes.count, meeting.rank)
         self._collate, self._loaders, self._pin, self._say = collate, loaders, pin, say
         self._place = Place()
         self._finished = False  # before this start
@@ -49,25 +61,30 @@ class Streaming:
         self._saved: dict[str, Any] = {}
         self._after = self._place  # the steps that are done
         self._first = ""  # a hash of the first samples of lane 0, once they have been read
+        self._parts = packed(stream.source.parts())
 
     # ---- before the loop
 
-    def check(self) -> None:
-        """UsageError on every process where they would read different streams, or one that is not the same again."""
+    def check(self, about: Mapping[str, Any] | None = None) -> None:
+        """UsageError on every process where they would read different streams, or one that is not the same again;
+        IdentityError where it is another than that of the checkpoint which says `about`."""
         said: dict[str, Any] = {"failed": None}
         error: EvenstepError | None = None
         try:
-            first = [self._hash_of_beginning(), self._hash_of_beginning()]
-            if first[0] != first[1]:
-                error = UsageError(
+            before = None if about is None else of_stream(about)
+            refuse_other(before, self._known(), self._parts)  # before it is read: a file that is gone is named as such
+            begun = [self._hash_of_beginning(), self._hash_of_beginning()]
+            if begun[0] != begun[1]:
+                raise UsageError(
                     "the stream does not give the same samples again: lane 0 of epoch 0 was begun twice, and the hash "
-                    f"of its first {BEGINNING} samples was {first[0]}, then {first[1]}",
+                    f"of its first samples was {begun[0]}, then {begun[1]}",
                     do="make(lane, lanes, epoch) must return a new iterator each time, over the same records: sort "
                     "what it lists, draw from the global generators of torch, numpy and random, which are keyed, or "
                     "seed others from `epoch`",
                 )
-            self._first = first[0]
-            said = {"failed": None if error is None else error.message, **self._identity()}
+            self._first = begun[0]
+            said |= self._identity()
+            refuse_other(before, self._identity(), self._parts)
         except EvenstepError as caught:
             error, said = caught, {"failed": caught.message}
         answers = self._meeting.say("run.steps", said, site="")
@@ -76,52 +93,43 @@ class Streaming:
         for rank, answer in enumerate(answers):
             if answer["failed"] is not None:
                 raise PeerFailed(f"rank {rank}: {answer['failed']}", do=f"see the log of rank {rank}")
-            if answer != answers[0]:
-                raise UsageError(
-                    f"rank {rank} has {answer}, rank 0 has {answers[0]}: the stream is not the same on all processes",
-                    do="let it depend on lane, lanes and epoch alone: not on the rank, nor on files that only one host "
-                    "has; give a shuffle of its own a seed",
-                )
+        for rank in [rank for rank, answer in enumerate(answers) if answer != answers[0]][:1]:
+            said_parts = self._meeting.say("run.steps, what differs", self._parts, site="")
+            first, other = unpacked(said_parts[0]), unpacked(said_parts[rank])
+            different = [f"rank {rank} has {answers[rank]}, rank 0 has {answers[0]}"]
+            different += changes(first, other, "only on rank 0", f"only on rank {rank}")
+            raise UsageError(f"{'; '.join(different)}: the stream is not the same on all processes", do=ALIKE)
 
-    def _hash_of_beginning(self) -> str:
-        """Of the first records of lane 0."""
-        stream, at = Stream(self.stream.source, BEGINNING), [-1]
+    def _hash_of_beginning(self, number: int = 0, epoch: int = 0) -> str:
+        """Of the first records of a lane."""
+        stream, at = Stream(self.stream.source, min(BEGINNING, self.stream.block)), [-1]
         try:
             with kept_generators():
-                lane = Lane(stream, 0, self.schedule.lanes.count, 0, seed=self._seed, shuffle=False, at=at)
+                lane = Lane(stream, number, self.schedule.lanes.count, epoch, seed=self._seed, shuffle=False, at=at)
                 next(lane.take(1), None)
                 lane.close()
         except EvenstepError:
             raise
         except Exception as error:
-            told = failed(error, LaneTask(0, 0, 0, 0), at[0], keep_error=True)
+            told = failed(error, LaneTask(number, epoch, 0, 0), at[0], keep_error=True)
             raise DataError(f"{told.message} (on rank {self._meeting.rank})", do=told.do) from told.error
-        return lane.mark.hash if lane.mark is not None else "none"
+        return hash_of(lane.mark)
 
-    def _identity(self) -> dict[str, Any]:
+    def _known(self) -> dict[str, Any]:
+        """What is known of the stream before it is read."""
         return {
             "source": self.stream.source.about(),
             "lanes": self.schedule.lanes.count,
             "block": self.stream.block,
             "shuffle": self._shuffle,
-            "first samples": self._first,
         }
 
+    def _identity(self) -> dict[str, Any]:
+        return {**self._known(), "first samples": self._first}
+
     def go_on(self, about: Mapping[str, Any], done: int, cursor: int) -> None:
-        """From the place that a checkpoint names, after `done` steps. IdentityError where it was another stream."""
-        saved = about.get("stream")
-        if saved is None:
-            raise IdentityError(
-                "the checkpoint was made with a map-style data set, now there is a stream",
-                do="go on with the same data, or start another run directory (--run DIR)",
-            )
-        for name, now in self._identity().items():
-            if saved[name] != now:
-                raise IdentityError(
-                    f"the checkpoint was made with a stream of {name}={saved[name]}, now it is {now}: the rest would "
-                    "be another",
-                    do="go on with the same stream and options, or start another run directory (--run DIR)",
-                )
+        """From the place that a checkpoint of this stream names, after `done` steps."""
+        saved = of_stream(about)
         self._place = self._after = Place(done, saved["epoch"], saved["turn"], cursor)
         self._ended = set(saved["ended"])
         self._marks = {int(lane): Mark(*values) for lane, values in saved["marks"].items()}
@@ -143,7 +151,7 @@ class Streaming:
         what = f"stream {source.about()}: {lanes.count} lanes of {lanes.micro_batch} samples a step, {shuffled}"
         if self._loaders > len(self._mine):
             what += f"; {len(self._mine)} loader processes of {self._loaders}: one for each lane of this process"
-        return [what, *source.notes(lanes.count), *self._cost()]
+        return [what] if self._finished else [what, *source.notes(lanes.count), *self._cost()]
 
     def _cost(self) -> list[str]:
         """What going on costs."""
@@ -214,7 +222,10 @@ class Streaming:
         raise."""
         read: dict[int, tuple[Found, Any]] = {}
         error: Exception | None = None
+        witnessed: dict[int, str] = {}
         try:
+            if place == self._place and not place.turn:
+                witnessed = self._witnessed(place.epoch)
             read = reader.read(place.epoch, place.turn)
         except Exception as caught:
             error = caught
@@ -222,6 +233,7 @@ class Streaming:
         said["lanes"] = {lane: self._news(lane, found) for lane, (found, _) in read.items()}
         if not place.turn:
             said["beginnings"] = beginnings({lane: found for lane, (found, _) in read.items()})
+            said["begun"] = {**{lane: hash_of(found.beginning) for lane, (found, _) in read.items()}, **witnessed}
         answers = self._meeting.say("run.steps, its next batch", said, signature=f"step {place.number}", site="")
         if error is not None:
             raise error
@@ -236,8 +248,17 @@ class Streaming:
             if mark is not None:
                 self._marks[lane] = Mark(*mark)
         if not place.turn:
+            refuse_unlike([answer["begun"] for answer in answers], place.epoch)
             refuse_alike(answer["beginnings"] for answer in answers)
         return read, {lane: (size, more) for lane, (size, more, _) in lanes.items()}
+
+    def _witnessed(self, epoch: int) -> dict[int, str]:
+        """The hash of the beginning of one lane that another replica reads: its own is to be the same."""
+        grid, count = self._grid, self.schedule.lanes.count
+        away = grid.processes // grid.replicas if grid.replicas > 1 else 1
+        other = (self._meeting.rank + away) % grid.processes
+        lanes = [lane for lane in grid.leaves(count, other) if lane not in self._mine]
+        return {lane: self._hash_of_beginning(lane, epoch) for lane in lanes[-1:]}
 
     def _news(self, lane: int, found: Found) -> list[Any]:
         """What others do not know of a lane yet."""
@@ -262,6 +283,7 @@ class Streaming:
         inside = place.turn > 0
         self._saved = {
             **self._identity(),
+            "parts": self._parts,
             "epoch": place.epoch,
             "turn": place.turn,
             "ended": sorted(self._ended) if inside else [],
@@ -304,27 +326,3 @@ def refuse_with_stream(options: Options, **given: object) -> None:
             'batchnorm="sync" with a stream is not offered: lanes end at different steps',
             do='use batchnorm="exact" (the default)',
         )
-
-
-def beginnings(read: Mapping[int, Found]) -> dict[str, str]:
-    """By lane, the hashes of the first samples, where these are not all the same."""
-    return {
-        str(lane): found.beginning.hash
-        for lane, found in read.items()
-        if found.beginning is not None and found.beginning.hash and not found.beginning.alike
-    }
-
-
-def refuse_alike(found: Iterable[Mapping[str, str]]) -> None:
-    """UsageError where two lanes begin with the same samples. `found`: the `beginnings` of all processes."""
-    seen: dict[str, int] = {}
-    by_lane = {int(lane): beginning for part in found for lane, beginning in part.items()}
-    for lane, beginning in sorted(by_lane.items()):
-        if beginning in seen:
-            raise UsageError(
-                f"lanes {seen[beginning]} and {lane} of the stream begin with the same samples: each sample would be "
-                "read several times",
-                do="let make(lane, lanes, epoch) read a part of its own in each lane: files[lane::lanes], or "
-                "itertools.islice(records, lane, None, lanes); of files: is one there twice?",
-            )
-        seen[beginning] = lane
