@@ -285,11 +285,22 @@ def test_another_identity_is_refused_unless_the_user_says_so(tmp_path: Path) -> 
 
     with pytest.raises(IdentityError, match="micro_batch: 2 in the run directory, 3 now"):
         run_ranks(other, 2)
-    small(tmp_path / "run", seed=4, allow_other_identity=True)
+    small(tmp_path / "run", seed=4, allow_other_identity=True, stop=5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "DATA", TensorDataset(DATA.tensors[0] + 1, DATA.tensors[1]))
+        small(tmp_path / "run", seed=4, allow_other_identity=True)
 
 
-def test_a_changed_data_set_is_refused_at_a_resume(tmp_path: Path) -> None:
+def test_a_changed_data_set_is_refused_at_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small(tmp_path / "run", stop=3)
+    changed = TensorDataset(DATA.tensors[0], torch.where(torch.arange(20) % 4 == 0, 2, DATA.tensors[1]))
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "DATA", changed)
+        for world_size in (1, 2):
+            with pytest.raises(
+                IdentityError, match=r"\d of 16 samples that were looked at .*(?s:.*)--allow-other-ident"
+            ):
+                run_ranks(lambda: small(tmp_path / "run"), world_size)
     with training_run(tmp_path / "run", global_batch=6) as run:
         model = run.prepare(nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.2), nn.Linear(8, 3)))
         optimizer = torch.optim.AdamW(model.parameters(), 0.05)

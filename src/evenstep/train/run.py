@@ -258,7 +258,7 @@ class Run:
             )
 
         def read_share(first: int) -> Reader:
-            return read(self._share(first), loaders if options.loaders is None else options.loaders)
+            return read(self._share(first), self._loaders)
 
         @contextmanager
         def turns(first: int) -> Iterator[Turns]:
@@ -266,12 +266,15 @@ class Run:
                 yield self._turns(reader, first)
 
         self._data, self._read = data, read
+        self._loaders = loaders if options.loaders is None else options.loaders
         self._identity = DataIdentity(
             data,
             chosen,
             seed=options.seed,
             meeting=self._meeting,
-            allow_other_order=options.allow_other_identity,
+            allow_other=options.allow_other_identity,
+            loaders=self._loaders,
+            say=self._journal.waits,
         )
         loop = Loop(self._begin_loop, turns, self._begin_step, self._after_step, self._finish)
         self._steps = Steps(schedule, loop)
@@ -651,7 +654,9 @@ class Run:
         options, schedule = self._options, self._schedule
 
         def trial(size: int) -> None:
-            with self._read([MicroBatch(plan.number, plan.epoch, 0, plan.start, plan.start + size)], 0) as reader:
+            first = MicroBatch(plan.number, plan.epoch, 0, plan.start, plan.start + size)
+            # Not here where loader processes read: what the data set opens would be open before they begin.
+            with self._read([first], min(self._loaders, 1)) as reader:
                 _, batch = next(reader)
             compute(batch)
 

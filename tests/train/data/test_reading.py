@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -39,8 +39,9 @@ from evenstep.plan.schedule import Schedule
 from evenstep.train.batch import split_batch, tensors, to_device
 from evenstep.train.data.dataset import checked_dataset
 from evenstep.train.data.orders import choose_order
+from evenstep.train.data.probing import probe
 from evenstep.train.data.reading import Reader, shares
-from evenstep.train.data.samples import MicroBatch, probe
+from evenstep.train.data.samples import MicroBatch
 from evenstep.train.randomness import kept_generators, seed_generators
 from tests.ranks import run_ranks
 
@@ -218,7 +219,7 @@ def test_a_loader_process_that_gets_no_further_is_named_and_given_up(
     pin: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seconds in {"_LOOK": 0.05, "_SAY": 0.1, "_GIVE_UP": 0.5}.items():
-        monkeypatch.setattr(f"evenstep.train.loading.{name}", seconds)
+        monkeypatch.setattr(f"evenstep.train.data.loading.{name}", seconds)
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # a stuck one ends by SIGTERM, then
     if pin:
         pinning_without_a_gpu(monkeypatch)
@@ -245,7 +246,7 @@ def test_a_loader_process_that_is_stopped_after_it_has_read_is_named_and_given_u
 ) -> None:
     """Shared memory is fetched from it, which has no time-out."""
     for name, seconds in {"_LOOK": 0.05, "_SAY": 0.1, "_GIVE_UP": 0.5}.items():
-        monkeypatch.setattr(f"evenstep.train.loading.{name}", seconds)
+        monkeypatch.setattr(f"evenstep.train.data.loading.{name}", seconds)
     said: list[str] = []
     micro_batches = shares(Schedule(9, 1, 1, epochs=1), Grid(1), 0)
     with Reader(Drawing(9), Natural(9), micro_batches, seed=0, loaders=1, say=said.append) as reader:
@@ -262,7 +263,7 @@ def test_a_loader_process_that_is_stopped_after_it_has_read_is_named_and_given_u
 
 def test_a_slow_loader_process_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, seconds in {"_LOOK": 0.05, "_SAY": 0.1, "_GIVE_UP": 60.0}.items():
-        monkeypatch.setattr(f"evenstep.train.loading.{name}", seconds)
+        monkeypatch.setattr(f"evenstep.train.data.loading.{name}", seconds)
     os.mkfifo(tmp_path / "fifo")
 
     class Slow(Drawing):
@@ -344,7 +345,7 @@ def test_a_sample_that_raises_is_named(loaders: int, kind: type[Bad]) -> None:
     assert cause is not None
     assert "no such image: 13.png" in str(cause)
     if loaders:
-        assert "test_data.py" in str(cause)  # the traceback's own lines
+        assert "test_reading.py" in str(cause)  # the traceback's own lines
         assert "self.data[" not in str(cause)  # ours are peeled off
     else:
         assert isinstance(cause, OSError)
@@ -790,13 +791,13 @@ def test_a_data_set_that_draws_from_keyed_generators_has_one_digest() -> None:
         seed_generators(4)
         expected = torch.rand(()).item(), random.random(), np.random.rand()
         seed_generators(4)
-        digests = [probe(data, Natural(9), seed=3) for data in kinds]
+        digests = [probe(data, Natural(9), seed=3)[0] for data in kinds]
         assert (torch.rand(()).item(), random.random(), np.random.rand()) == expected
     assert all(len(digest) == 32 for digest in digests)
     assert len(set(digests)) == len(kinds)
-    assert [probe(data, Natural(9), seed=3) for data in kinds] == digests
-    assert probe(Drawing(9), Natural(9), seed=4) != digests[0]
-    assert probe(Drawing(9), Fixed(np.array([1])), seed=3) != digests[0]
+    assert [probe(data, Natural(9), seed=3)[0] for data in kinds] == digests
+    assert probe(Drawing(9), Natural(9), seed=4)[0] != digests[0]
+    assert probe(Drawing(9), Fixed(np.array([1])), seed=3)[0] != digests[0]
 
 
 def test_a_probe_reads_what_the_reader_reads_first() -> None:
@@ -813,9 +814,33 @@ def test_a_probe_reads_what_the_reader_reads_first() -> None:
     assert len(seen) == 2 + 9
 
 
+class Opening(Drawing):
+    """Opens its file at the first sample, as one does for loader processes."""
+
+    file: IO[bytes] | None = None
+
+    def __getitem__(self, index: int) -> bytes:
+        if self.file is None:
+            self.file = open(__file__, "rb")
+        self.file.seek(index)
+        return self.file.read(9)
+
+
+def test_with_loader_processes_a_probe_opens_nothing_here() -> None:
+    """...of which they would share the place."""
+    there, here = Opening(9), Opening(9)
+    found = probe(there, Natural(9), [3, 8], seed=3, loaders=2)
+    assert found == probe(here, Natural(9), [3, 8], seed=3)
+    assert len(set(found.values()) - {""}) == 3
+    assert there.file is None
+    assert here.file is not None
+    here.file.close()
+    assert list(probe(Drawing(9), Natural(9), [3, 8], seed=3, seconds=0)) == [0]
+
+
 def test_a_probe_leaves_to_the_reader_what_cannot_be_read_or_encoded() -> None:
-    assert probe(Bad(14), Fixed(np.array([13])), seed=0) == ""
-    assert probe([Movable()], Natural(1), seed=0) == ""
+    assert probe(Bad(14), Fixed(np.array([13])), seed=0) == {}
+    assert probe([Movable()], Natural(1), seed=0) == {0: ""}
 
 
 @pytest.mark.parametrize("loaders", [-1, 1.5, True, "2"])

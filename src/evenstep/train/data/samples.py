@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import default_collate
 
 from evenstep.errors import DataError, UsageError
-from evenstep.plan.order import Order
 from evenstep.train.data.rows import columns, epoch_setter, read_many, reads_many, runs_no_code
 from evenstep.train.randomness import kept_generators, key, seed_generators
 from evenstep.train.state import encode_tree
@@ -180,33 +179,6 @@ class _ReadFailed(Exception):
         if not keep_error:
             cause = LoaderTraceback("".join(traceback.format_exception(error)))
         return Failure(self._what, self._offset, f"{type(error).__name__}: {error}", cause)
-
-
-def probe(data: Any, order: Order, *, seed: int) -> str:
-    """A digest of the sample at position 0 of epoch 0, as hex; "" if it cannot be read, or is of a type unknown.
-
-    The sample is read twice under one key. UsageError if the two differ in a bit: the data set has randomness or state
-    of its own, which is neither the same on all processes nor after a resume. The generators are kept.
-    """
-    samples = Samples(data, None, seed)
-    task = Task(MicroBatch(0, 0, 0, 0, 1), order.indices(0, 0, 1).tolist())
-    digests: list[str] = []
-    with kept_generators():
-        for _ in range(1 if samples.draws_nothing else 2):
-            try:
-                samples.begin_epoch(0)
-                (sample,) = samples.read(task)
-            except Exception:
-                return ""  # the reader says it, with the sample and the process
-            digests.append(digest(sample))  # at once: the data set may hand out the same object again
-    if digests[0] != digests[-1]:
-        raise UsageError(
-            f"{type(data).__name__} gave two different samples for {task.name(0)} with the generators set alike: "
-            "it has randomness or state of its own (a torch.Generator or numpy Generator object, a counter)",
-            do="draw from the global generators of torch, numpy and random, which evenstep keys for each sample, "
-            "or seed the generator of its own from torch.initial_seed() in __getitem__",
-        )
-    return digests[0]
 
 
 def digest(sample: Any) -> str:
