@@ -33,16 +33,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["time", "memory"])
     parser.add_argument("--turns", type=int, default=24)
+    parser.add_argument("--depth", type=int, help="layers of the model")
     options = parser.parse_args()
     if options.what == "time":
-        compare(options.turns)
+        compare(options.turns, options.depth or 4)
     else:
-        measure_memory()
+        measure_memory(options.depth or 6)
 
 
-def compare(turns: int) -> None:
+def compare(turns: int, depth: int) -> None:
     small = workload("transformer")
-    work = Workload(lambda: Transformer(depth=4), small.data, small.micro_batch, small.loss_sum, small.samples_weight)
+    work = Workload(
+        lambda: Transformer(depth=depth), small.data, small.micro_batch, small.loss_sum, small.samples_weight
+    )
     run = start(work, int(os.environ["WORLD_SIZE"]))
     deterministic = torch.are_deterministic_algorithms_enabled()
     ours, theirs = evenstep_side(run, work), plain_side(work)
@@ -96,9 +99,9 @@ def plain_side(work: Workload) -> Generator[float]:
         yield float(total) / dist.get_world_size()
 
 
-def measure_memory() -> None:
+def measure_memory(depth: int) -> None:
     small = workload("mlp")
-    work = Workload(lambda: MLP(depth=6), small.data, small.micro_batch, small.loss_sum, small.samples_weight)
+    work = Workload(lambda: MLP(depth=depth), small.data, small.micro_batch, small.loss_sum, small.samples_weight)
     parameters = sum(p.numel() * p.element_size() for p in work.model().parameters())
     run = start(work, int(os.environ["WORLD_SIZE"]))
     steps = evenstep_side(run, work)

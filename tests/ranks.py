@@ -47,7 +47,7 @@ def run_ranks(
     fn: Callable[..., T],
     world_size: int,
     *args: object,
-    timeout: float = 60.0,
+    timeout: float = 150.0,
     env: Mapping[str, str | None] | None = None,
 ) -> list[T]:
     """`fn(*args)` in `world_size` processes; what each returned (pickled), by rank.

@@ -63,11 +63,12 @@ def test_stages_give_a_ratio_for_each_pair_of_turns(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_shards_give_ratios_and_memory(tmp_path: Path) -> None:
     launch = ["-m", "evenstep", "run", "--processes", "2", "--shard", "--run"]
-    ratios = printed(*launch, "time", str(BENCH / "shard.py"), "time", "--turns", "2", cwd=tmp_path)["ratios"]
+    small = ["--turns", "2", "--depth", "1"]
+    ratios = printed(*launch, "time", str(BENCH / "shard.py"), "time", *small, cwd=tmp_path)["ratios"]
     assert isinstance(ratios, list)
     assert len(ratios) == 2
     assert all(ratio > 0 for ratio in ratios)
-    found = printed(*launch, "memory", str(BENCH / "shard.py"), "memory", cwd=tmp_path)
+    found = printed(*launch, "memory", str(BENCH / "shard.py"), "memory", "--depth", "1", cwd=tmp_path)
     peak, parameters = found["peak"], found["parameters"]
     assert isinstance(peak, int)
     assert isinstance(parameters, int)

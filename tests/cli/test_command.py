@@ -212,7 +212,7 @@ def test_full_disk_is_seen_before_start(tmp_path: Path) -> None:
     """A limit on file sizes stands for it."""
     write_script(tmp_path, "open('ran', 'w')", "a.py")
     words = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh", *command("run", "--run", "run", "a.py")]
-    done = subprocess.run(words, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=150)
     result = Result(done.returncode, done.stdout, done.stderr)
     refused(result, "cannot write into the run directory", "what to do", code=4)
     assert not (tmp_path / "ran").exists()

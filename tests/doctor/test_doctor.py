@@ -134,7 +134,7 @@ def test_help_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from evenstep.cli.main import main; main(['doctor', '--help']); assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=150)
     assert done.returncode == 0, done.stderr
     assert "Examine the hosts of a launch" in done.stdout
     run_options = evenstep(tmp_path, "run", "--help").out

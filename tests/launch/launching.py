@@ -16,7 +16,7 @@ from pathlib import Path
 from evenstep.record.events import read_events
 from evenstep.record.paths import RunPaths
 
-PATIENCE = 60.0  # seconds for what takes a moment on an idle machine
+PATIENCE = 150.0  # seconds for what takes a moment on an idle machine
 
 
 @dataclass(frozen=True)

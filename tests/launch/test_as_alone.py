@@ -89,7 +89,7 @@ def alone(folder: Path, *words: str) -> Result:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     return Result(done.returncode, done.stdout, done.stderr)
 

@@ -35,7 +35,7 @@ def test_reserved_port_is_rank_0s_to_listen_on() -> None:
     """
     port, keeper = reserve_port()
     with keeper:
-        done = subprocess.run([sys.executable, "-c", code, str(port)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code, str(port)], capture_output=True, text=True, timeout=150)
     assert done.stdout.split() == ["b"] * 4, done.stderr
 
 

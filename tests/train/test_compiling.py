@@ -99,7 +99,6 @@ def test_compiled_models_are_the_same_on_every_number_of_processes(tmp_path: Pat
 
 @compiler
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_inductor_is_exact_on_two_processes_and_after_a_resume(tmp_path: Path) -> None:
     """Its dropout too, which has random numbers of another kind, and the ragged micro-batch, which has its own code."""
     settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "code")}

@@ -555,5 +555,5 @@ def test_evaluation_over_lanes_is_the_same_on_every_layout(
     monkeypatch.chdir(tmp_path / "alone")
     (expected,) = run_ranks(evaluated, 1)
     monkeypatch.chdir(tmp_path)
-    for found in run_ranks(partial(evaluated, **options), processes, timeout=60):
+    for found in run_ranks(partial(evaluated, **options), processes, timeout=150):
         assert found == expected
