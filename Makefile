@@ -10,8 +10,8 @@ CODE := src tests examples demo bench
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with evenstep and all it needs"
-	@echo "make demo       trains digits on 1, 2 and 3 processes, once killed and resumed: one model (3 minutes)"
-	@echo "make test       lint, types, layers and the whole test suite"
+	@echo "make demo       trains digits on 1, 2 and 3 processes, once killed and resumed: one model (3 minutes on two idle cores)"
+	@echo "make test       lint, types, layers and the whole test suite (half an hour on two cores)"
 	@echo "make test-fast  the test suite without the tests marked slow"
 	@echo "make layouts    writes docs/layouts.md anew: which layouts give the same model"
 	@echo "make docs       the documentation as a site, in site/"
@@ -20,7 +20,7 @@ help:
 
 # Runs again only when what is to be installed has changed.
 $(STAMP): pyproject.toml constraints.txt
-	@echo "setup: installing into $(VENV), a minute or two"
+	@echo "setup: installing torch and the rest into $(VENV): 2.2 GB, 2 minutes or, over a slow network, many"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "evenstep needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -53,46 +53,62 @@ def main() -> int:
     options = parser.parse_args()
     console = Console()
     started = time.monotonic()
+    console.print(
+        "examples/digits.py on 1, 2 and 3 processes, then killed on 2 and resumed on 3.\n"
+        "demo/digits_ddp.py, hand-written DistributedDataParallel, on 1, 2 and 3.\n"
+        "It takes 3 minutes on two idle cores.\n",
+        highlight=False,
+    )
     with tempfile.TemporaryDirectory(prefix="evenstep-demo-") as folder:
         try:
             ours, by_hand = train_all(console, Path(folder), options.epochs)
         except Failed as failure:
             console.print(str(failure), markup=False, highlight=False)
             return 1
-    show(console, "evenstep: examples/digits.py", ours)
+    console.print()
+    show(console, "evenstep", ours)
     equal = len({row.fingerprint for row in ours}) == 1
     console.print(
         f"[bold green]{len(ours)} layouts, one fingerprint: the same model, bit for bit.[/]"
         if equal
         else "[bold red]the fingerprints differ: this is a bug in evenstep, please report it.[/]"
     )
-    show(console, "hand-written DistributedDataParallel: demo/digits_ddp.py", by_hand)
+    console.print()
+    show(console, "hand-written DistributedDataParallel", by_hand)
     different = len({row.fingerprint for row in by_hand})
-    console.print(f"{len(by_hand)} layouts, {different} fingerprint{'s' if different != 1 else ''}.")
-    console.print(f"[dim]{time.monotonic() - started:.0f} s on {os.cpu_count()} cores[/]")
+    each = ": another model on each" if different == len(by_hand) else ""
+    console.print(f"{len(by_hand)} layouts, {different} fingerprint{'s' if different != 1 else ''}{each}.")
+    console.print(
+        "\n3 processes cannot share 8 micro-batches of 16 evenly: by hand the batch is 144.\n"
+        "steps/s: evaluation counts, with evenstep logs and checkpoints too.\n"
+        f"{time.monotonic() - started:.0f} s on {os.cpu_count()} cores",
+        style="dim",
+        highlight=False,
+    )
     return 0 if equal else 1
 
 
 def train_all(console: Console, folder: Path, epochs: int) -> tuple[list[Row], list[Row]]:
     """Runs everything, one after the other, with a bar for each."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    unit = TextColumn("{task.fields[unit]}")
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), unit, TimeElapsedColumn())
     ours, by_hand = [], []
     with Progress(*columns, console=console) as progress:
         for processes in (1, 2, 3):
             layout = plural(processes)
             bar = bar_of(console, progress, f"evenstep, {layout}")
             ours.append(train(RunPaths(folder / f"run-{processes}"), processes, epochs, layout, bar))
-        bar = bar_of(console, progress, "evenstep, 2 processes, killed, resumed on 3")
+        bar = bar_of(console, progress, "evenstep, 2 processes, killed, then 3")
         ours.append(train_and_kill(RunPaths(folder / "run-killed"), epochs, console, bar))
         for ranks in (1, 2, 3):
-            bar = bar_of(console, progress, f"DDP by hand, {ranks} rank{'s' if ranks > 1 else ''}")
+            bar = bar_of(console, progress, f"DDP by hand, {plural(ranks)}", "epochs")
             by_hand.append(train_by_hand(folder / f"ddp-{ranks}", ranks, epochs, bar))
     return ours, by_hand
 
 
-def bar_of(console: Console, progress: Progress, description: str) -> Callable[[int, int], None]:
-    """A new bar; returns what moves it: (done, total) -> None."""
-    task = progress.add_task(f"{description:<45}", total=None)
+def bar_of(console: Console, progress: Progress, description: str, unit: str = "steps") -> Callable[[int, int], None]:
+    """A new bar that counts `unit`s; returns what moves it: (done, total) -> None."""
+    task = progress.add_task(f"{description:<38}", total=None, unit=unit)
     if not console.is_terminal:
         console.print(description, highlight=False)
     return lambda done, total: progress.update(task, completed=done, total=total)
@@ -225,7 +241,7 @@ def row_of(paths: RunPaths, layout: str) -> Row:
 def show(console: Console, title: str, rows: list[Row]) -> None:
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("layout")
-    for name in ("global batch", "steps/s", "accuracy", "fingerprint"):
+    for name in ("batch", "steps/s", "accuracy", "fingerprint"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
