@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from evenstep.errors import UsageError
 from evenstep.plan.order import Indices, Shuffled
@@ -100,6 +101,10 @@ class LaneSchedule:
     lanes: Lanes
     epochs: int | None = None
     steps: int | None = None
+
+    samples: ClassVar[None] = None  # what nobody knows of a stream
+    samples_per_epoch: ClassVar[None] = None
+    steps_per_epoch: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps"):

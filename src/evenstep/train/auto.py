@@ -19,9 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.errors import PeerFailed, UsageError
-from evenstep.plan.sizes import largest_that_fits
+from evenstep.plan.schedule import StepPlan
+from evenstep.plan.sizes import largest_that_fits, micro_batch_sizes
 from evenstep.train.meeting import Meeting
-from evenstep.train.options import Options
+from evenstep.train.models import Models, buffers
+from evenstep.train.options import Options, workers
+from evenstep.train.statistics import needs_several
 
 SPARE = 0.1  # of the memory
 _OPTIMIZER_STATE = 2  # numbers a trained parameter
@@ -209,6 +212,31 @@ class Search:
         """How many times the trained parameters there is to be room for."""
         levels = math.ceil(math.log2(max(self._leaves(size), 1))) if self._options.exact else 0
         return _OPTIMIZER_STATE + levels + _EXCHANGED
+
+
+def choose_micro_batch(
+    plan: StepPlan,
+    samples_per_epoch: int,
+    passes: Callable[[int], None],
+    models: Models,
+    trained: Sequence[nn.Module],
+    options: Options,
+    device: torch.device,
+    meeting: Meeting,
+    site: str,
+) -> Choice:
+    """For all steps like `plan`, by `passes(size)` over its first samples. `trained` are those of `models` that they
+    train."""
+    parameters = [p for _, p in models.parameters(trained)]
+    held = list(buffers(models.named(trained)).values())
+    search = Search(passes, parameters, held, lambda size: -(-plan.samples // size), options, device)
+    sizes = micro_batch_sizes(
+        plan.samples,
+        workers(options, meeting.world_size),
+        several=any(map(needs_several, models.modules(trained).values())),
+        last=samples_per_epoch % options.global_batch,
+    )
+    return search.choose(sizes, meeting, site)
 
 
 def size_text(number: float) -> str:

@@ -23,6 +23,11 @@ def check_identity(ground: Ground, paths: RunPaths, now: Values, allow: bool) ->
     _check(ground, paths, wanted, allow)
 
 
+def record_micro_batch(paths: RunPaths, size: int) -> None:
+    """The micro-batch that was chosen: a resume takes it. For one process to call."""
+    write_identity(paths.identity, {**(read_identity(paths.identity) or {}), "micro_batch": size})
+
+
 def check_compiled(ground: Ground, paths: RunPaths, how: str | None, allow: bool) -> None:
     """The same for how the models are compiled (None: they are not). UsageError where processes differ in it."""
     check_same(ground, {_COMPILED: how})

@@ -1,4 +1,4 @@
-"""What a person sees: the plan, once, and then how far the training is."""
+"""What a person sees: how far the training is."""
 
 from __future__ import annotations
 
@@ -7,72 +7,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import groupby
 from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from evenstep.plan.schedule import Schedule
-from evenstep.plan.tree import share
-
 _BAR_SECONDS = 0.25  # between two drawings of the bar
 _WINDOW_SECONDS = 30.0  # that samples/s and the time left look back
 _MARKS = 64
-
-
-def plan_lines(
-    schedule: Schedule,
-    world_size: int,
-    *,
-    stages: int = 1,
-    device: str | None = None,
-    backend: str | None = None,
-    exact: bool = True,
-) -> list[str]:
-    """Who computes what, in two lines: the batch and the steps, then the processes' shares and how idle they are.
-
-    With `stages`, so many processes make a pipeline, which has one share. `device` (cuda:0 is said as cuda), `backend`
-    and `exact=False` are named if they are given.
-    """
-    first = schedule.step(0)
-    whole, rest = divmod(first.samples, first.micro_batch)
-    batch = f"{_count(whole, 'micro-batch')} of {first.micro_batch}" + (f" and one of {rest}" if rest else "")
-    several = f", {schedule.steps_per_epoch} an epoch" if len(schedule) > schedule.steps_per_epoch else ""
-    lines = [f"global batch {first.samples}: {batch}; {_count(len(schedule), 'step')}{several}"]
-    where = "" if device is None else f" on {device.split(':')[0]}"
-    where += "" if backend is None else f" over {backend}"
-    where += "" if exact else ", equal to rounding"
-    micro_batches = first.micro_batches
-    if world_size == 1:
-        return [*lines, f"1 process{where} computes all of them"]
-
-    workers = world_size // stages
-    shares = [len(share(micro_batches, workers, worker)) for worker in range(workers)]
-    one, noun = ("rank", "processes") if stages == 1 else ("pipeline", f"pipelines of {stages} stages")
-    said = []
-    for size, group in groupby(range(workers), key=shares.__getitem__):
-        found = list(group)
-        if workers == 1:
-            said.append(f"it computes all {_count(size, 'micro-batch')}")
-        elif len(found) == workers:
-            said.append(f"each computes {_count(size, 'micro-batch')}")
-        elif len(found) == 1:
-            said.append(f"{one} {found[0]} computes {size}")
-        else:
-            said.append(f"{one}s {found[0]}-{found[-1]} compute {size} each")
-    idle = 1 - micro_batches / (workers * max(shares))
-    if idle > 0:
-        none_idle = [str(n) for n in range(2, 2 * workers + 1) if micro_batches % n == 0]
-        said[-1] += f"; {_percent(idle)} idle" + (f" (none with {_either(none_idle)} {noun})" if none_idle else "")
-    elif stages == 1:
-        said[-1] += "; none is idle"
-    if stages > 1:
-        waiting = (stages - 1) / (max(shares) + stages - 1)
-        said[-1] += f"; stages wait for {_percent(waiting)} of a step, while it fills and empties"
-    what = f"{world_size} processes" if stages == 1 else _count(workers, "pipeline") + f" of {stages} stages"
-    return [*lines, f"{what}{where}: {', '.join(said)}"]
 
 
 class Progress:
@@ -202,19 +145,6 @@ def _is_terminal(stream: TextIO | None) -> bool:
         return stream is not None and stream.isatty()
     except ValueError:  # closed
         return False
-
-
-def _count(number: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
-
-
-def _percent(part: float) -> str:
-    return f"{100 * part:.0f} %" if part >= 0.01 else "under 1 %"
-
-
-def _either(options: list[str]) -> str:
-    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
 
 
 def _duration(seconds: float) -> str:

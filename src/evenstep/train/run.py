@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -20,47 +16,43 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from evenstep.environment import STOPPING
-from evenstep.errors import EvenstepError, MachineError, PeerFailed, Stopped, UsageError
+from evenstep.errors import EvenstepError, PeerFailed, UsageError
 from evenstep.plan.bucketed import bucketed
 from evenstep.plan.grid import Grid
 from evenstep.plan.integers import integer
-from evenstep.plan.lanes import Lanes, LaneSchedule, LaneStep, Plan
+from evenstep.plan.lanes import Lanes, LaneSchedule, Plan
 from evenstep.plan.schedule import Schedule, StepPlan
-from evenstep.plan.sizes import micro_batch_sizes
-from evenstep.record.activity import ENDING, EVALUATING, LOADING, SAVING
+from evenstep.record.activity import EVALUATING
 from evenstep.record.checkpoints import Checkpoints
-from evenstep.record.identity import read_identity, write_identity
 from evenstep.record.paths import RunPaths
-from evenstep.record.publish import write_whole
 from evenstep.record.uncaught import Uncaught, error_path, type_name, write_uncaught
 from evenstep.train import collectives
-from evenstep.train.auto import Search
+from evenstep.train.auto import choose_micro_batch
 from evenstep.train.checkpoint import Saved, State
 from evenstep.train.compiling import Compiled
 from evenstep.train.data.dataset import checked_dataset
-from evenstep.train.data.identity import DataIdentity
+from evenstep.train.data.map_style import MapStyle
 from evenstep.train.data.orders import choose_order, numbers
-from evenstep.train.data.reading import Reader, shares
-from evenstep.train.data.samples import Collate, MicroBatch, check_reading
+from evenstep.train.data.samples import check_reading
 from evenstep.train.data.stream import Stream
 from evenstep.train.data.streaming import Streaming, refuse_with_stream
+from evenstep.train.data.training_data import TrainingData
 from evenstep.train.evaluate import evaluate, predict
-from evenstep.train.identity import check_compiled
+from evenstep.train.identity import check_compiled, record_micro_batch
 from evenstep.train.journal import Journal
 from evenstep.train.layout import lay_out
-from evenstep.train.models import Models, buffers
+from evenstep.train.models import Models
 from evenstep.train.norm import clip_, local, refuse_torch_norms
 from evenstep.train.optimizers import OptimizerWatch
-from evenstep.train.options import Asked, Devices, Options, workers
+from evenstep.train.options import Asked, Devices, Options
+from evenstep.train.plan_lines import idle_cores, shares_line
 from evenstep.train.precision import Precision
-from evenstep.train.progress import plan_lines
 from evenstep.train.randomness import Randomness
-from evenstep.train.statistics import needs_several
-from evenstep.train.step import Step
-from evenstep.train.steps import Loop, Steps, Turns
-from evenstep.train.stopping import Stopping, tell_launcher
+from evenstep.train.step import Choose, Step
+from evenstep.train.steps import Loop, Steps
+from evenstep.train.stopping import Stopping
 from evenstep.train.trace import Trace
+from evenstep.train.training import Training
 from evenstep.train.world import Ground, disconnect
 
 M = TypeVar("M", bound=nn.Module)
@@ -84,28 +76,19 @@ class Run:
         self._precision = Precision(options.precision, ground.device, options.global_batch)
         self._models = Models(self._meeting, self._randomness, self._layout.place)
         self._compiled = Compiled(options, ground.device)
-        self._checkpoints = Checkpoints(paths)
-        self._saved = Saved(self._models, self._meeting, self._checkpoints)
+        self._saved = Saved(self._models, self._meeting, Checkpoints(paths))
         self._journal = Journal(paths, self.rank, RunPaths(Path(options.run)) if options.run else paths)
         self._activity = self._meeting.activity = self._journal.activity
+        self._training = Training(options, paths, self._saved, self._precision, self._journal)
         self._steps: Steps | None = None
-        self._data: Any = None
-        self._identity: DataIdentity | None = None  # of a map-style data set
-        self._stream: Streaming | None = None
-        self._cursor = 0
-        self._done = 0  # optimizer steps since the start of the run
-        self._epoch = 0
-        self._open_step: tuple[Plan, Step] | None = None
-        self._restored = self._looping = self._finished = self._stopped = self._closed = False
-        self._checkpoint_at: int | None = None  # after which step the last checkpoint was tried or found
-        self._failure: str | None = None  # why it could not be written; where one process writes alone, it alone knows
-        self._fingerprint: tuple[int, str] | None = None  # the newest one, and after which step
+        self._choose: Choose | None = None  # until the micro-batch is chosen
+        self._closed = False
         self._sharded = self._layout.grid.shards > 1
         in_stages = self._layout.grid.stages > 1
         self._optimizers = OptimizerWatch(self._models, self._saved, elementwise=self._sharded, by_parameter=in_stages)
         cut = self._sharded or in_stages
         self._allow_norms = refuse_torch_norms(self._has_gradients) if cut else lambda: None
-        self._stopping = Stopping(self._ask_to_stop)
+        self._stopping = Stopping(self._training.ask_to_stop)
         atexit.register(self._at_exit)
 
     # ---- before the loop
@@ -215,15 +198,23 @@ class Run:
         epochs, steps, loaders, num_samples = map(integer, (epochs, steps, loaders, num_samples))
         if self._steps is not None:
             raise UsageError("run.steps was called twice", do="one run has one loop: give it more epochs= or steps=")
+        options = self._options
+        reading: dict[str, Any] = {
+            "seed": options.seed,
+            "meeting": self._meeting,
+            "grid": self._layout.grid,
+            "collate": collate,
+            "loaders": loaders if options.loaders is None else options.loaders,
+            "pin": self.device.type == "cuda",
+        }
         if isinstance(data, Stream):
             given = {"order": order, "weights": weights, "lengths": lengths, "num_samples": num_samples}
-            refuse_with_stream(self._options, **given, drop_last=drop_last or None)
+            refuse_with_stream(options, **given, drop_last=drop_last or None)
             check_reading(collate, loaders)
-            lanes = Lanes(self._options.global_batch, self._micro_batch())
-            return self._stream_steps(data, LaneSchedule(lanes, epochs, steps), shuffle, collate, loaders)
+            lanes = LaneSchedule(Lanes(options.global_batch, self._micro_batch()), epochs, steps)
+            return self._steps_over(Streaming(data, lanes, shuffle=shuffle, say=self._journal.say, **reading))
         checked_dataset(data)
         check_reading(collate, loaders)
-        options = self._options
         chosen = choose_order(
             data,
             seed=options.seed,
@@ -242,81 +233,15 @@ class Run:
                     do="give a number (--micro-batch N), with which the longest samples fit",
                 )
             chosen = bucketed(chosen, numbers(lengths, "lengths="), len(data), schedule, options.seed)
+        allow = options.allow_other_identity
+        read = MapStyle(data, chosen, schedule, say=self._journal.waits, allow_other=allow, **reading)
+        self._choose = partial(self._choose_micro_batch, read) if isinstance(options.micro_batch, str) else None
+        return self._steps_over(read)
 
-        def read(mine: Iterable[MicroBatch], loaders: int) -> Reader:
-            pin = self.device.type == "cuda"
-            return Reader(
-                data,
-                chosen,
-                mine,
-                seed=options.seed,
-                rank=self.rank,
-                collate=collate,
-                loaders=loaders,
-                pin=pin,
-                say=self._journal.waits,
-            )
-
-        def read_share(first: int) -> Reader:
-            return read(self._share(first), self._loaders)
-
-        @contextmanager
-        def turns(first: int) -> Iterator[Turns]:
-            with read_share(first) as reader:
-                yield self._turns(reader, first)
-
-        self._data, self._read = data, read
-        self._loaders = loaders if options.loaders is None else options.loaders
-        self._identity = DataIdentity(
-            data,
-            chosen,
-            seed=options.seed,
-            meeting=self._meeting,
-            allow_other=options.allow_other_identity,
-            loaders=self._loaders,
-            say=self._journal.waits,
-        )
-        loop = Loop(self._begin_loop, turns, self._begin_step, self._after_step, self._finish)
-        self._steps = Steps(schedule, loop)
+    def _steps_over(self, data: TrainingData) -> Steps:
+        begin = partial(self._begin_loop, data)
+        self._steps = Steps(data, Loop(begin, self._begin_step, self._training.after, self._finish))
         return self._steps
-
-    def _turns(self, reader: Reader, first: int) -> Turns:
-        batches = map(itemgetter(1), reader)  # unlike a generator's, its end is not that of the first error
-        for number in range(first, len(self._schedule)):
-            plan = self._schedule.step(number)
-            reader.begin_epoch(plan.epoch)
-            yield plan, batches
-
-    def _stream_steps(
-        self, data: Stream, schedule: LaneSchedule, shuffle: bool, collate: Collate | None, loaders: int
-    ) -> Steps:
-        streaming = Streaming(
-            data,
-            schedule,
-            seed=self._options.seed,
-            shuffle=shuffle,
-            meeting=self._meeting,
-            grid=self._layout.grid,
-            collate=collate,
-            loaders=loaders if self._options.loaders is None else self._options.loaders,
-            pin=self.device.type == "cuda",
-            say=self._journal.say,
-        )
-        self._data, self._stream = data, streaming
-        loop = Loop(self._begin_loop, lambda _: streaming.turns(), self._begin_step, self._after_step, self._finish)
-        self._steps = Steps(schedule, loop)
-        return self._steps
-
-    @property
-    def _schedule(self) -> Schedule:
-        """That of a map-style data set, as it is now."""
-        assert self._steps is not None
-        assert isinstance(self._steps.schedule, Schedule)
-        return self._steps.schedule
-
-    def _share(self, first: int) -> Iterator[MicroBatch]:
-        """What this process reads, from step `first` on. Nothing is cut before the first of it is asked for."""
-        yield from shares(self._schedule, self._layout.grid, self.rank, first)
 
     def restore(self, **things: Any) -> State:
         """Say what a checkpoint holds, and load the newest one if the run directory has any.
@@ -326,29 +251,14 @@ class Run:
         `state.best = accuracy`. Call it once, before the loop. UsageError for a prepared model, or a scheduler of an
         optimizer, that is left out; CheckpointError, naming the keys, for a checkpoint of another model.
         """
-        if self._looping or self._restored:
+        if self._training.looping or self._training.restored:
             raise UsageError(
-                "run.restore was called " + ("twice" if self._restored else "after the loop began"),
+                "run.restore was called " + ("twice" if self._training.restored else "after the loop began"),
                 do="call it once, before the loop",
             )
         self._saved.take(things)
         self._refuse_changes()
-        if self.rank == 0:
-            self._checkpoints.clean_up()
-        with self._activity.during(LOADING):
-            about, damaged = self._saved.load_newest()
-        self._restored = True
-        for line in damaged:
-            self._journal.say(line + "; using the one before it")
-        if about is not None:
-            self._cursor, self._done, self._epoch = int(about["cursor"]), int(about["step"]), int(about["epoch"])
-            self._precision.load(about)
-            self._checkpoint_at = self._done
-            self._fingerprint = self._done, str(about["fingerprint"])
-            self._journal.emit("resume", step=self._done, cursor=self._cursor, damaged=damaged)
-            self._journal.say(
-                f"goes on after step {self._done} ({self._cursor} samples) from {self._checkpoints.folder(self._done)}"
-            )
+        self._training.load()
         return self._saved.values
 
     # ---- in the loop
@@ -361,13 +271,13 @@ class Run:
         """
         named = self._models.parameters(self._models.chosen(models))
         gradients = self._optimizers.gradients
-        if gradients is not None and self._looping:
+        if gradients is not None and self._training.looping:
             gradients.check()
         if self._sharded:
             self._meeting.exchange("run.clip")
         norm = clip_(dict(named), max_norm, self._layout.folds, error_if_nonfinite=error_if_nonfinite)
         if gradients is not None:
-            gradients.record(contents=self._done == self._models.first_step)
+            gradients.record(contents=self._training.done == self._models.first_step)
         return norm
 
     def _has_gradients(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -377,8 +287,7 @@ class Run:
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Record numbers for the current step: metrics.jsonl, metrics.csv and TensorBoard in the run directory."""
-        step = self._open_step[0].number + 1 if self._open_step else self._done
-        self._journal.log(step, self._epoch, values)
+        self._journal.log(self._training.step, self._training.epoch, values)
 
     def on_log(self, listener: Callable[[int, Mapping[str, float]], None], *, replay: bool = False) -> None:
         """Call `listener(step, values)` on rank 0 for every `run.log`: for trackers of other makes.
@@ -386,12 +295,12 @@ class Run:
         `replay`: first for what was logged before a resume, up to the step that it goes on from: what a tracker had
         not written when its process was killed. UsageError before `run.restore`, which finds that step.
         """
-        if replay and not self._restored:
+        if replay and not self._training.restored:
             raise UsageError(
                 "run.on_log(replay=True) was called before run.restore",
                 do="call it after run.restore, which finds the step that the run goes on from",
             )
-        self._journal.listen(listener, self._done if replay else None)
+        self._journal.listen(listener, self._training.done if replay else None)
 
     def evaluate(
         self,
@@ -441,7 +350,7 @@ class Run:
             "lockstep": self._layout.lockstep,
             "device": self.device,
             "computing": self._precision.computing,
-            "step": self._done + (self._open_step is not None),
+            "step": self._training.step,
         }
 
     def _micro_batch(self) -> int:
@@ -489,131 +398,59 @@ class Run:
         if self._layout.grid.shards > 1 or self._layout.grid.stages > 1:
             self._models.refuse_changes()
 
-    def _begin_loop(self) -> int:
-        assert self._steps is not None
+    def _begin_loop(self, data: TrainingData) -> None:
+        training, schedule = self._training, data.schedule
         if not self._models.all:
             raise UsageError("no model was prepared", do="model = run.prepare(Net()) before the loop")
-        if self._restored:
+        if training.restored:
             self._saved.check()
         else:
             self._refuse_changes()
-            if self._checkpoints.steps():
-                raise UsageError(
-                    f"{self.directory} holds a checkpoint, and the script does not call run.restore",
-                    do="run.restore(model=model, optimizer=optimizer, ...) before the loop, or a new --run DIR",
-                )
-            if self._read_finished() is not None:
-                raise UsageError(
-                    f"{self.directory} is finished, and the script does not call run.restore to have its model back",
-                    do=f"load {self._paths.model}, or train anew in another --run DIR",
-                )
-            if self._options.checkpoint_every is not None:
-                raise UsageError(
-                    "checkpoints were asked for, and the script does not call run.restore, which says what they hold",
-                    do="run.restore(model=model, optimizer=optimizer, ...) before the loop",
-                )
+            training.refuse_old()
         how = self._compiled.look(self._models.modules())
-        begun = self._checkpoint_at is not None
+        begun = training.checkpoint_at is not None
         check_compiled(self._ground, self._paths, how, self._options.allow_other_identity or not begun)
-        if self._stream is not None:
-            first, samples, per_epoch = self._first_step_of_stream(self._stream), None, None
-            over, lines = self._stream.over, self._plan_of_stream(self._stream)
-        else:
-            schedule = self._schedule
-            if self._layout.together is not None:
-                self._layout.together.refuse_uneven(schedule)
-            assert self._identity is not None
-            self._identity.check(schedule)
-            first = self._first_step(schedule, self._identity)
-            samples, per_epoch = schedule.samples, schedule.steps_per_epoch
-            over, lines = first >= len(schedule), self._plan(schedule)
-        self._looping = True
+        if self._layout.together is not None:
+            assert isinstance(schedule, Schedule)  # with a stream it is refused
+            self._layout.together.refuse_uneven(schedule)
+        first = training.go_on(data)
+        plan = [f"run directory {self.directory}", *self._plan(data)]
+        training.data, training.looping = data, True
         self._stopping.begin()
         self._models.first_step = first
-        self._optimizers.begin(restored=self._restored)
-        total = self._steps.schedule.total
-        self._journal.begin(total, per_epoch, self._done, None if over else first, lines)
-        self._journal.emit(
-            "loop",
-            steps=total,
-            first=first,
-            samples=samples,
-            parameters=sum(p.numel() for _, p in self._models.parameters()),
-        )
-        return first
+        self._optimizers.begin(restored=training.restored)
+        self._journal.begin(schedule.total, schedule.steps_per_epoch, training.done, None if data.over else first, plan)
+        parameters = sum(p.numel() for _, p in self._models.parameters())
+        self._journal.emit("loop", steps=schedule.total, first=first, samples=schedule.samples, parameters=parameters)
 
-    def _first_step(self, schedule: Schedule, identity: DataIdentity) -> int:
-        finished = self._read_finished()
-        if finished is not None and (finished["left early"] or finished["steps"] >= len(schedule)):
-            how = f"{finished['step']} steps"
-            if finished["left early"]:
-                how += f", left early by the script; to go on, remove {self._paths.finished}"
-            self._journal.say(f"{self.directory} is finished ({how}): nothing is trained again")
-            return len(schedule)
-        if self._checkpoint_at is None:
-            return 0
-        first = identity.go_on(self._checkpoints.about(self._checkpoint_at), schedule, self._cursor)
-        if first >= len(schedule):
-            asked = f"{len(schedule)} were asked for"
-            self._journal.say(f"{self.directory} is at step {self._done}, and {asked}: no step is left")
-        return first
-
-    def _first_step_of_stream(self, stream: Streaming) -> int:
-        finished = self._read_finished()
-        if finished is not None and (finished["left early"] or stream.schedule.done(**finished["stream"])):
-            how = f"; to go on, remove {self._paths.finished}" if finished["left early"] else ""
-            self._journal.say(f"{self.directory} is finished ({finished['step']} steps{how}): nothing is trained again")
-            stream.go_to_end()
-        elif self._checkpoint_at is None:
-            stream.check()
-        else:
-            about = self._checkpoints.about(self._checkpoint_at)
-            stream.check(about)
-            stream.go_on(about, self._done, self._cursor)
-        return self._done
-
-    def _plan_of_stream(self, stream: Streaming) -> list[str]:
-        """What is read, for the person who runs this, and who computes it."""
-        total = stream.schedule.total
-        whole = Schedule(self._options.global_batch, self._options.global_batch, self._micro_batch(), steps=total or 1)
-        return [f"run directory {self.directory}", *stream.lines(), *self._plan(whole)[2:]]
-
-    def _plan(self, schedule: Schedule) -> list[str]:
-        """Who computes what, for the person who runs this."""
-        if isinstance(self._options.micro_batch, str):
-            return [f"run directory {self.directory}", "the micro-batch is chosen at the first step.backward, by trial"]
-        backend = self._ground.backend if self.world_size > 1 else None
-        device = self.device.type
-        lines = plan_lines(
-            schedule,
+    def _plan(self, data: TrainingData) -> list[str]:
+        """What is read and who computes it, for the person who runs this."""
+        options, world = self._options, self._ground.world
+        if isinstance(options.micro_batch, str):
+            return ["the micro-batch is chosen at the first step.backward, by trial"]
+        shares = shares_line(
+            data.micro_batches,
             self.world_size,
             stages=self._layout.grid.stages,
-            device=device,
-            backend=backend,
-            exact=self._options.exact,
+            device=self.device.type,
+            backend=self._ground.backend if self.world_size > 1 else None,
+            exact=options.exact,
         )
-        said = self._precision.plan_line([p for _, p in self._models.parameters()])
-        lines += [said] if said else []
-        lines += self._layout.plan
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        used = self._ground.world.local_world_size * self._options.thread_replicas * self._options.threads
-        if device == "cpu" and used < cores:
-            hint = f"more processes (evenstep run --processes {cores}) use them all"
-            lines.append(f"{used} of {cores} cores are used: {hint}")
-        if self._options.global_batch > schedule.samples_per_epoch:
-            asked = self._options.global_batch
+        precision = self._precision.plan_line([p for _, p in self._models.parameters()])
+        lines = [*data.lines(), shares, *([precision] if precision else []), *self._layout.plan]
+        if self.device.type == "cpu":
+            lines += idle_cores(world.local_world_size * options.thread_replicas * options.threads)
+        samples, asked = data.schedule.samples_per_epoch, options.global_batch
+        if samples is not None and asked > samples:
             lines.append(f"the global batch of {asked} is more than an epoch has: a step takes the whole epoch")
-        if not self._restored:
+        if not self._training.restored:
             lines.append("nothing is saved and a killed run starts anew: the script does not call run.restore(...)")
-        return [f"run directory {self.directory}", *lines]
+        return lines
 
     def _begin_step(self, plan: Plan, batches: Iterator[Any]) -> Step:
-        self._epoch = plan.epoch
+        self._training.epoch = plan.epoch
         self._activity.begin_step(plan.number + 1)
-        if self._identity is not None:
-            self._identity.agree_on_order(plan.epoch)
         self._randomness.begin_step(plan.number)
-        open_yet = isinstance(self._options.micro_batch, str)
         step = Step(
             plan,
             batches,
@@ -624,11 +461,11 @@ class Run:
             self.device,
             self._precision,
             self._activity,
-            partial(self._choose_micro_batch, plan) if open_yet and isinstance(plan, StepPlan) else None,
+            self._choose,
         )
-        self._open_step = plan, step
+        self._training.open = plan, step
         if plan.number == self._options.trace_step:
-            step.trace = Trace(self._paths, self.rank, self._models, self._data, self._saved.hashes)
+            step.trace = Trace(self._paths, self.rank, self._models, self._training.data.data, self._saved.hashes)
             step.trace.begin(plan.number, self._options.exact)
         before, self._optimizers.step = self._optimizers.step, step
         step.gradients = self._optimizers.gradients
@@ -647,190 +484,42 @@ class Run:
                 return
 
     def _choose_micro_batch(
-        self, plan: StepPlan, compute: Callable[[Any], None], models: Sequence[nn.Module], site: str
+        self, data: MapStyle, number: int, compute: Callable[[Any], None], models: Sequence[nn.Module], site: str
     ) -> StepPlan:
         """Tries what fits, by `compute(batch)`, and cuts this step and all later ones accordingly."""
-        assert self._steps is not None
-        options, schedule = self._options, self._schedule
-
-        def trial(size: int) -> None:
-            first = MicroBatch(plan.number, plan.epoch, 0, plan.start, plan.start + size)
-            # Not here where loader processes read: what the data set opens would be open before they begin.
-            with self._read([first], min(self._loaders, 1)) as reader:
-                _, batch = next(reader)
-            compute(batch)
-
-        parameters = [p for _, p in self._models.parameters(models)]
-        held = list(buffers(self._models.named(models)).values())
-        search = Search(trial, parameters, held, lambda size: -(-plan.samples // size), options, self.device)
-        sizes = micro_batch_sizes(
-            plan.samples,
-            workers(options, self.world_size),
-            several=any(map(needs_several, self._models.modules(models).values())),
-            last=schedule.samples_per_epoch % options.global_batch,
+        plan = data.schedule.step(number)
+        choice = choose_micro_batch(
+            plan,
+            data.schedule.samples_per_epoch,
+            lambda size: compute(data.read_first(plan, size)),
+            self._models,
+            models,
+            self._options,
+            self.device,
+            self._meeting,
+            site,
         )
-        choice = search.choose(sizes, self._meeting, site)
-        self._options = replace(options, micro_batch=choice.size)
-        self._steps.schedule = replace(schedule, micro_batch=choice.size)
+        self._choose = None
+        self._options = replace(self._options, micro_batch=choice.size)
+        data.schedule = replace(data.schedule, micro_batch=choice.size)
         if self.rank == 0:
-            write_identity(
-                self._paths.identity, {**(read_identity(self._paths.identity) or {}), "micro_batch": choice.size}
-            )
+            record_micro_batch(self._paths, choice.size)
         need = choice.need
         self._journal.emit("micro-batch", size=need.size, trial=need.trial, room=need.room, limit=need.limit)
-        for line in [choice.line(), *self._plan(self._schedule)[1:]]:
+        for line in [choice.line(), *self._plan(data)]:
             self._journal.say(line)
-        return self._schedule.step(plan.number)
-
-    def _after_step(self, plan: Plan, step: Step) -> None:
-        """The loop's body is done: the optimizer has stepped."""
-        self._open_step = None
-        if self._stream is not None and isinstance(plan, LaneStep):
-            self._stream.done(plan)
-        self._done, self._cursor = plan.number + 1, plan.cursor_after
-        loss = step.result.loss if step.result else None
-        said = {"fingerprint": self._fingerprint_now()} if self._options.fingerprints else {}
-        if step.trace is not None:
-            step.trace.end()
-        self._journal.step_done(self._done, plan.epoch, loss, plan.samples, cursor=self._cursor, **said)
-        if plan.number == self._models.first_step and not step.stepped:
-            missing = "step.backward" if step.result is None else "an optimizer's step"
-            self._journal.say(f"step {plan.number} ended without {missing}: it has trained nothing")
-        every = self._options.checkpoint_every
-        if self._restored and (self._done % every == 0 if every else plan.ends_epoch):
-            self._checkpoint()
-        if self._meeting.stop:
-            self._stop_for(self._meeting.stop)
-        if self._options.stop_after is not None and self._done >= self._options.stop_after:
-            self._stop()
-
-    # ---- checkpoints and the end
-
-    def _stop(self) -> None:
-        """As asked (EVENSTEP_STOP_AFTER), the script ends here, well. The run is not finished: it can go on."""
-        self._stopped = True
-        self._journal.emit("stopped", step=self._done)
-        raise SystemExit(0)
-
-    def _stop_for(self, number: int) -> None:
-        """A signal asked for it, on whichever process: all have come to the end of this step."""
-        if self._restored and self._checkpoint_at != self._done:
-            self._checkpoint()
-        tell_launcher(STOPPING)
-        self._meeting.exchange("stopping", site="")  # the checkpoint is whole before any process ends
-        self._stopped = True
-        name = signal.Signals(number).name
-        self._journal.end_progress()
-        self._journal.emit("stopped", step=self._done, signal=name)
-        saved = f"checkpoint {self._checkpoint_at} is written" if self._restored else "nothing was saved"
-        if self._failure is not None:
-            saved = "its checkpoint could not be written"
-        self._journal.say(f"stopped by {name} at the end of step {self._done}; {saved}")
-        raise Stopped(128 + number)
-
-    def _ask_to_stop(self, number: int) -> None:
-        self._meeting.asked_to_stop = number
-        self._journal.say(
-            f"{signal.Signals(number).name}: finishing this step"
-            + (", then a checkpoint" if self._restored else "")
-            + "; once more: at once"
-        )
-
-    def _checkpoint(self) -> None:
-        fingerprint = self._fingerprint_now()
-        about = {
-            "step": self._done,
-            "cursor": self._cursor,
-            "epoch": self._epoch,
-            "fingerprint": fingerprint,
-            **(self._identity.at(self._epoch) if self._identity is not None else {}),
-            **(self._stream.place if self._stream is not None else {}),
-            **self._precision.state(),
-        }
-        began = time.monotonic()
-        with self._activity.during(SAVING):
-            self._failure = self._saved.save(self._done, about, self._options.keep)
-        seconds = round(time.monotonic() - began, 4)
-        older = "the checkpoint before it is untouched" if self._checkpoint_at is not None else "there is no older one"
-        self._checkpoint_at = self._done
-        if self._failure is None:
-            self._journal.emit("checkpoint", step=self._done, fingerprint=fingerprint, seconds=seconds)
-        else:
-            self._journal.emit("checkpoint failed", step=self._done, reason=self._failure)
-            self._journal.say(
-                f"checkpoint {self._done} could not be written ({self._failure}); {older}, and training goes on"
-            )
-
-    def _fingerprint_now(self) -> str:
-        """Of the state after the steps done; all processes must call it."""
-        if self._fingerprint is None or self._fingerprint[0] != self._done:
-            self._fingerprint = self._done, self._saved.fingerprint(f"the end of step {self._done - 1}")
-        return self._fingerprint[1]
+        return data.schedule.step(number)
 
     def _finish(self) -> None:
-        """The loop is over, or was left: the last checkpoint, the model, the fingerprint."""
-        if self._finished or not self._looping:
+        """The loop is over, or was left."""
+        if self._training.finished or not self._training.looping:
             return
-        if self._open_step is not None:  # left by break: a step whose gradients an optimizer used counts as done
-            plan, step = self._open_step
-            if step.stepped:
-                self._after_step(plan, step)
-            self._open_step = None
+        self._training.end_open_step()
         self._optimizers.end()
         self._stopping.end()
-        self._finished = True
-        self._activity.now(ENDING)
-        assert self._steps is not None
-        self._journal.end_progress()
-        before = self._read_finished()
-        if before is not None and before["step"] == self._done and self._checkpoint_at == self._done:
-            return  # it was finished before this start, and nothing was trained
-        if self._restored and self._checkpoint_at != self._done:
-            self._checkpoint()
-        total = self._steps.schedule.total
-        said: dict[str, object] = {
-            "step": self._done,
-            "steps": total,
-            "left early": self._stream.left_early if self._stream is not None else self._done < len(self._steps),
-            "cursor": self._cursor,
-            "fingerprint": self._fingerprint_now(),
-            **({} if self._stream is None else {"stream": {"steps": self._done, "epochs": self._stream.epochs}}),
-        }
-        if self._failure is not None:
-            raise MachineError(
-                f"the last checkpoint could not be written: {self._failure}",
-                do="make room on the disk and start again: the run goes on from the checkpoint before",
-            )
-        left_out = self._saved.save_model(self._paths.model)
-        if self.rank == 0:
-            if left_out:
-                self._journal.say(
-                    f"{self._paths.model.name} cannot hold {', '.join(left_out)}; the checkpoint has them"
-                )
-            write_whole(self._paths.finished, (json.dumps(said) + "\n").encode())
-        self._journal.emit("finished", **said)
+        self._training.finish()
 
-    def _finish_if_over(self) -> None:
-        """A loop that was left by break is over. One that was left by an exception can go on another time."""
-        if self._finished or self._stopped or not self._looping:
-            return
-        assert self._steps is not None
-        if self._steps.left_by_break:
-            self._finish()
-        else:
-            self._journal.end_progress()
-            self._journal.emit("interrupted", step=self._done)
-            self._journal.say(
-                f"the loop was left by an exception in step {self._done}: the run is not finished. It goes on in its "
-                f"directory: evenstep run --run {self.directory}, or start(run=...)"
-            )
-
-    def _read_finished(self) -> dict[str, Any] | None:
-        try:
-            found = json.loads(self._paths.finished.read_text())
-        except (FileNotFoundError, ValueError):
-            return None
-        return found if isinstance(found, dict) else None
+    # ---- the end
 
     def close(self) -> None:
         """End the run: finish what is open and leave the process group. Called by itself when the script ends.
@@ -861,13 +550,13 @@ class Run:
         atexit.unregister(self._at_exit)
         try:
             if failed:
-                self._journal.emit("failed", step=self._done, at=self._meeting.last)
+                self._journal.emit("failed", step=self._training.done, at=self._meeting.last)
             else:
                 self._finish_if_over()
                 self._meeting.exchange("the end of the script", site="")
                 self._journal.emit("end")
-                if self._finished and self._fingerprint is not None and self.rank == 0:
-                    print(f"fingerprint: {self._fingerprint[1]}", flush=True)
+                if self._training.finished and self._training.fingerprint is not None and self.rank == 0:
+                    print(f"fingerprint: {self._training.fingerprint[1]}", flush=True)
         finally:
             self._allow_norms()
             self._layout.close()
@@ -882,10 +571,20 @@ class Run:
                 disconnect(self._ground)
             self._put_back()
 
+    def _finish_if_over(self) -> None:
+        """A loop that was left by break is over. One that was left by an exception can go on another time."""
+        if self._training.finished or self._training.stopped or not self._training.looping:
+            return
+        assert self._steps is not None
+        if self._steps.left_by_break:
+            self._finish()
+        else:
+            self._training.interrupted()
+
     def __enter__(self) -> Run:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close(failed=error is not None and not self._stopped)
+        self._close(failed=error is not None and not self._training.stopped)

@@ -46,8 +46,9 @@ from evenstep.train.synchronised import working
 from evenstep.train.trace import Trace, traced
 from evenstep.train.whole import Second, Whole
 
-Choose = Callable[[Callable[[Any], None], Sequence[nn.Module], str], StepPlan]
-"""From what does the passes over a batch, its models, and the line of the user's code, to the step in micro-batches."""
+Choose = Callable[[int, Callable[[Any], None], Sequence[nn.Module], str], StepPlan]
+"""From a step's number, what does the passes over a batch, its models, and the line of the user's code, to the step in
+micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Step:
                 if loss.requires_grad:
                     loss.backward()
 
-        self._cut(self._choose(compute, models, site))
+        self._cut(self._choose(self.number, compute, models, site))
         self._choose = None
 
     def backward(self, loss_fn: LossFn, *models: nn.Module) -> Result:

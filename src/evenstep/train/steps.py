@@ -6,26 +6,21 @@ import dis
 import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from evenstep.errors import UsageError
-from evenstep.plan.lanes import LaneSchedule, Plan
-from evenstep.plan.schedule import Schedule
+from evenstep.plan.lanes import Plan
+from evenstep.train.data.training_data import TrainingData
 from evenstep.train.step import Step
-
-Turns = Iterator[tuple[Plan, Iterator[Any]]]
-"""The steps that are left, each with this process's micro-batches."""
 
 
 @dataclass(frozen=True)
 class Loop:
     """What a run does around each step."""
 
-    begin: Callable[[], int]  # returns the first step to do
-    turns: Callable[[int], AbstractContextManager[Turns]]  # from that step on
+    begin: Callable[[], None]
     step: Callable[[Plan, Iterator[Any]], Step]
     after: Callable[[Plan, Step], None]
     finish: Callable[[], None]
@@ -38,14 +33,13 @@ class Steps:
     A resumed run goes on at its cursor, so the loop has fewer turns than `len()`. `break` is safe.
     """
 
-    def __init__(self, schedule: Schedule | LaneSchedule, loop: Loop) -> None:
-        self.schedule = schedule
-        self._loop = loop
+    def __init__(self, data: TrainingData, loop: Loop) -> None:
+        self._data, self._loop = data, loop
         self._begun = False
         self.left_by_break = False
 
     def __len__(self) -> int:
-        return len(self.schedule)
+        return len(self._data.schedule)
 
     def by_epoch(self) -> Iterator[tuple[int, Iterator[Step]]]:
         """The same steps in two loops: (epoch from 0, the steps of it that are left).
@@ -61,7 +55,7 @@ class Steps:
         steps = iter(self)
         try:
             for step in steps:
-                left = _Epoch(step, steps, self.schedule.total)
+                left = _Epoch(step, steps, self._data.schedule.total)
                 yield step.epoch, iter(left)
                 left.refuse_rest()
         finally:
@@ -73,10 +67,11 @@ class Steps:
                 "run.steps was looped over twice", do="one run has one loop: give it more epochs= or steps="
             )
         self._begun = True
-        return self._steps(self._loop.begin())
+        self._loop.begin()
+        return self._steps()
 
-    def _steps(self, first: int) -> Generator[Step]:
-        with self._loop.turns(first) as turns:
+    def _steps(self) -> Generator[Step]:
+        with self._data.turns() as turns:
             for plan, batches in turns:
                 step = self._loop.step(plan, batches)
                 try:

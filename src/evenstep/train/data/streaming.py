@@ -26,6 +26,7 @@ from evenstep.train.data.stream_identity import (
     refuse_unlike,
     unpacked,
 )
+from evenstep.train.data.training_data import Turns
 from evenstep.train.meeting import Meeting
 from evenstep.train.options import Options
 from evenstep.train.randomness import kept_generators
@@ -34,7 +35,7 @@ _SLOW = 1.0  # seconds of reading again that are worth a line
 
 
 class Streaming:
-    """A run's stream, on this process. `check` and, at a checkpoint's place, `go_on` come before `turns`."""
+    """A run's stream, on this process, as TrainingData."""
 
     def __init__(
         self,
@@ -50,7 +51,8 @@ class Streaming:
         pin: bool,
         say: Callable[[str], None],
     ) -> None:
-        self.stream, self.schedule = stream, schedule
+        self.data = self.stream = stream
+        self.schedule = schedule
         self._seed, self._shuffle, self._meeting = seed, shuffle, meeting
         self._grid, self._mine = grid, grid.leaves(schedule.lanes.count, meeting.rank)
         self._collate, self._loaders, self._pin, self._say = collate, loaders, pin, say
@@ -59,13 +61,14 @@ class Streaming:
         self._ended: set[int] = set()  # lanes that have ended in the epoch of the place
         self._marks: dict[int, Mark] = {}  # of all lanes that have not, as far as they have been read
         self._saved: dict[str, Any] = {}
+        self._last: LaneStep | None = None  # the step that was read last
         self._after = self._place  # the steps that are done
         self._first = ""  # a hash of the first samples of lane 0, once they have been read
         self._parts = packed(stream.source.parts())
 
     # ---- before the loop
 
-    def check(self, about: Mapping[str, Any] | None = None) -> None:
+    def _check(self, about: Mapping[str, Any] | None) -> None:
         """UsageError on every process where they would read different streams, or one that is not the same again;
         IdentityError where it is another than that of the checkpoint which says `about`."""
         said: dict[str, Any] = {"failed": None}
@@ -127,25 +130,33 @@ class Streaming:
     def _identity(self) -> dict[str, Any]:
         return {**self._known(), "first samples": self._first}
 
-    def go_on(self, about: Mapping[str, Any], done: int, cursor: int) -> None:
-        """From the place that a checkpoint of this stream names, after `done` steps."""
+    def has_done(self, before: Mapping[str, Any]) -> bool:
+        return self.schedule.done(**before["stream"])
+
+    def begin(self, about: Mapping[str, Any] | None) -> int:
+        self._check(about)
+        if about is None:
+            return 0
         saved = of_stream(about)
-        self._place = self._after = Place(done, saved["epoch"], saved["turn"], cursor)
+        self._place = self._after = Place(int(about["step"]), saved["epoch"], saved["turn"], int(about["cursor"]))
         self._ended = set(saved["ended"])
         self._marks = {int(lane): Mark(*values) for lane, values in saved["marks"].items()}
         self._saved = dict(saved)
+        return self._place.number
 
-    def go_to_end(self) -> None:
-        """Nothing is left to do."""
+    def go_to_end(self, done: int) -> int:
         self._finished = True
+        return done
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to do."""
         return self._finished or self.schedule.over(self._place)
 
+    @property
+    def micro_batches(self) -> int:
+        return self.schedule.lanes.count
+
     def lines(self) -> list[str]:
-        """What is going to be read, for people."""
         lanes, source = self.schedule.lanes, self.stream.source
         shuffled = f"shuffled in blocks of {self.stream.block}" if self._shuffle else "in order"
         what = f"stream {source.about()}: {lanes.count} lanes of {lanes.micro_batch} samples a step, {shuffled}"
@@ -177,8 +188,7 @@ class Streaming:
     # ---- in the loop
 
     @contextmanager
-    def turns(self) -> Iterator[Iterator[tuple[LaneStep, Iterator[Any]]]]:
-        """The steps that are left, each with this process's micro-batches."""
+    def turns(self) -> Iterator[Turns]:
         samples = LaneSamples(
             self.stream,
             self.schedule.lanes,
@@ -204,13 +214,13 @@ class Streaming:
         finally:
             reader.close()
 
-    def _turns(self, reader: LaneReader) -> Iterator[tuple[LaneStep, Iterator[Any]]]:
+    def _turns(self, reader: LaneReader) -> Turns:
         place = self._place
         while not self._finished and not self.schedule.over(place):
             began = time.monotonic()
             read, found = self._read(reader, place)
             self._tell_cost(read, began)
-            step = self.schedule.step(place, found)
+            self._last = step = self.schedule.step(place, found)
             self._take_ended(step, found)
             yield step, iter([read[i][1] for i in step.among(self._mine)])
             place = step.after
@@ -277,9 +287,9 @@ class Streaming:
                 f"{time.monotonic() - began:.1f} s"
             )
 
-    def done(self, step: LaneStep) -> None:
-        """The optimizer has stepped: the next checkpoint is of the place after `step`."""
-        place = self._after = step.after
+    def done(self) -> None:
+        assert self._last is not None
+        place = self._after = self._last.after
         inside = place.turn > 0
         self._saved = {
             **self._identity(),
@@ -293,19 +303,16 @@ class Streaming:
         }
 
     @property
-    def epochs(self) -> int:
-        """How many whole epochs are done."""
-        return self._after.epoch
+    def place(self) -> dict[str, Any]:
+        return {"stream": self._saved}
 
     @property
     def left_early(self) -> bool:
-        """Whether steps are left that were not done."""
         return not self.schedule.over(self._after)
 
     @property
-    def place(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the stream."""
-        return {"stream": self._saved}
+    def ended(self) -> dict[str, Any]:
+        return {"stream": {"steps": self._after.number, "epochs": self._after.epoch}}
 
 
 def refuse_with_stream(options: Options, **given: object) -> None:
