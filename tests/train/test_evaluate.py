@@ -16,7 +16,8 @@ from torch.utils.data import TensorDataset
 
 from evenstep.errors import DataError, EvenstepError, MismatchError, PeerFailed, UsageError
 from evenstep.train import collectives
-from evenstep.train.evaluate import evaluate, predict
+from evenstep.train import evaluate as evaluation
+from evenstep.train.calls import Calls
 from evenstep.train.meeting import Meeting
 from evenstep.train.randomness import Randomness
 from tests.ranks import run_ranks
@@ -33,6 +34,14 @@ def model() -> nn.Module:
 
 def arguments(meeting: Meeting, **more: Any) -> dict[str, Any]:
     return {"micro_batch": 4, "randomness": Randomness(5), "meeting": meeting, **more}
+
+
+def evaluate(data: Any, fn: Any, models: list[nn.Module], **arguments: Any) -> Any:
+    return evaluation.evaluate(Calls(data, fn, models, **arguments))
+
+
+def predict(data: Any, fn: Any, models: list[nn.Module], **arguments: Any) -> Any:
+    return evaluation.predict(Calls(data, fn, models, **arguments))
 
 
 def on(world_size: int, work: Callable[[Meeting], Any]) -> list[Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc, multiclass_stat_scores
 
 from evenstep.errors import UsageError
+from evenstep.train.calls import Calls
 from evenstep.train.evaluate import predict
 from evenstep.train.meeting import Meeting
 from evenstep.train.randomness import Randomness
@@ -165,7 +166,7 @@ def test_entries_of_any_form_come_back_plain() -> None:
         }
 
     arguments: dict[str, Any] = {"micro_batch": 2, "randomness": Randomness(0), "meeting": Meeting(0, 1)}
-    found = predict(range(5), fn, [], **arguments)
+    found = predict(Calls(range(5), fn, [], **arguments))
     assert [(len(box), score) for box, score in found["named"]] == [(i, 0.5) for i in range(5)]
     assert [len(entry["box"]) for entry in found["dataclass"]] == list(range(5))
     assert [len(row) for row in found["nested"]] == [1, 2, 3, 4, 5]
@@ -178,4 +179,4 @@ def test_entries_of_any_form_come_back_plain() -> None:
     assert (big.dtype.str, big.shape, big.item()) == (">f8", (), 1.5)
     assert (flags.dtype, type(half)) == (np.dtype(bool), np.float16)
     with pytest.raises(UsageError, match=r"micro-batch 0 returned a list with a set in it, .*(?s:.*)for each sample"):
-        predict(range(5), lambda b: [{1} for _ in b], [], **arguments)
+        predict(Calls(range(5), lambda b: [{1} for _ in b], [], **arguments))

@@ -14,8 +14,7 @@ from torch import nn
 
 from evenstep.errors import EvenstepError, LossError, PeerFailed
 from evenstep.plan.tree import Node, combine, share
-from evenstep.train import exchange
-from evenstep.train import reduce as reduce_module
+from evenstep.train import buckets, exchange
 from evenstep.train.reduce import Reducer, Reduction
 from tests.ranks import run_ranks
 
@@ -91,7 +90,7 @@ def train(exact: bool = True, direct: bool = True) -> list[str]:
     Without `direct` through the collectives that are for other backends."""
     if not direct:
         exchange.is_direct = lambda device, group: False
-    reduce_module.FIRST_BUCKET, reduce_module.BUCKET = 4000, 8000
+    buckets.FIRST_BUCKET, buckets.BUCKET = 4000, 8000
     rank, world, where = group()
     torch.manual_seed(0)
     model = Branches()
@@ -133,7 +132,7 @@ def train(exact: bool = True, direct: bool = True) -> list[str]:
 
 def with_absent_leaves() -> list[tuple[str, str]]:
     """What the reducer finds where micro-batches are missing, and what the tree over the others gives."""
-    reduce_module.FIRST_BUCKET, reduce_module.BUCKET = 100, 200
+    buckets.FIRST_BUCKET, buckets.BUCKET = 100, 200
     rank, world, where = group()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))

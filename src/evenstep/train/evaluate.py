@@ -11,126 +11,70 @@ import dataclasses
 import json
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import nn
 
 from evenstep.errors import EvenstepError, MismatchError, PeerFailed, UsageError
-from evenstep.plan.grid import Grid
-from evenstep.plan.lanes import Lanes
-from evenstep.plan.order import Natural
-from evenstep.plan.schedule import Schedule
 from evenstep.plan.tree import Node, combine, subtrees, tree_sum
-from evenstep.train.batch import to_device
-from evenstep.train.data.dataset import checked_dataset
-from evenstep.train.data.reading import Reader, shares
-from evenstep.train.data.samples import Collate, MicroBatch
+from evenstep.train.calls import Calls
+from evenstep.train.data.samples import MicroBatch
 from evenstep.train.data.stream import Stream
 from evenstep.train.data.stream_identity import refuse_alike
 from evenstep.train.entries import packed, unpacked
-from evenstep.train.evaluate_stream import run_over_lanes, sums_of_lanes
-from evenstep.train.lockstep import Alone, Lockstep
-from evenstep.train.loss import evaluating
-from evenstep.train.meeting import Meeting, call_site
-from evenstep.train.randomness import Randomness, key
 from evenstep.train.state import decode_tree, encode_tree
 
 Pair = tuple[float, float]
-Computing = Callable[[], AbstractContextManager[object]]
 
 _ALONE = ""  # the name of the one pair of a function that returns no dict
 
 
-def evaluate(
-    data: Any,
-    fn: Callable[..., Any],
-    models: Sequence[nn.Module],
-    *,
-    micro_batch: int,
-    randomness: Randomness,
-    meeting: Meeting,
-    grid: Grid | None = None,
-    lockstep: Lockstep | None = None,
-    device: torch.device | str = "cpu",
-    step: int = 0,
-    collate: Collate | None = None,
-    loaders: int = 0,
-    computing: Computing = nullcontext,
-    lanes: Lanes | None = None,
-) -> float | dict[str, float]:
-    """The mean of `fn` over `data`: a number, or {name: number}, equal on every process and layout.
+def evaluate(calls: Calls) -> float | dict[str, float]:
+    """The mean of `fn` over the data: a number, or {name: number}, equal on every process and layout.
 
     `fn(*models, batch)` returns (sum over the samples, weight), or {name: (sum, weight)}, or what a loss function with
-    metrics returns, of which the first becomes "loss". Models are in eval mode without gradients; afterwards each
-    module is in the mode that it was in. `fn` is called inside `computing()`. `lanes`: into how many a stream is cut.
+    metrics returns, of which the first becomes "loss".
     """
-    passes = _Passes(
-        "evaluate", data, fn, models, micro_batch, randomness, meeting, grid or Grid(meeting.world_size), lockstep,
-        device, step, collate, loaders, computing, lanes,
-    )  # fmt: skip
 
     def work() -> bytes:
         found: list[tuple[int, dict[str, tuple[Any, Any]]]] = []
 
         def take(m: MicroBatch, returned: Any) -> None:
-            found.append((m.index, _pairs(returned, f"{_name(fn)}, {passes.named(m)}")))
+            found.append((m.index, _pairs(returned, calls.where(m))))
 
-        passes.run(take)
+        calls.run("evaluate", take)
         values = [(i, {name: (float(s), float(w)) for name, (s, w) in pairs.items()}) for i, pairs in found]
-        if isinstance(data, Stream):
-            return json.dumps([sums_of_lanes(values), passes.beginnings]).encode()
-        mine = passes.grid.leaves(passes.count, meeting.rank)
-        return json.dumps([_parts([pairs for _, pairs in values], mine), {}]).encode()
+        if isinstance(calls.data, Stream):
+            return json.dumps([_sums_of_lanes(values), calls.beginnings]).encode()
+        return json.dumps([_parts([pairs for _, pairs in values], calls.mine), {}]).encode()
 
-    answers = [json.loads(answer) for answer in _together(meeting, "evaluate", passes.signature, work)]
+    answers = [json.loads(answer) for answer in _together(calls, "evaluate", work)]
     refuse_alike(begun for _, begun in answers)
-    if isinstance(data, Stream) and not any(rows for rows, _ in answers):
+    if isinstance(calls.data, Stream) and not any(rows for rows, _ in answers):
         _refuse_empty()
     parts: dict[str, dict[Node, Pair]] = {}
     for rows, _ in answers:
         for name, level, index, total, weight in rows:
             parts.setdefault(name, {})[Node(level, index)] = (total, weight)
-    means = {name: _mean(name, of_name, passes.count, fn) for name, of_name in parts.items()}
+    means = {name: _mean(name, of_name, calls) for name, of_name in parts.items()}
     if len(means) > 1 and _ALONE in means:
         raise UsageError(
-            f"{_name(fn)} returned (sum, weight) for some micro-batches and a dict for others",
+            f"{calls.name} returned (sum, weight) for some micro-batches and a dict for others",
             do="return the same form always",
         )
     return means.get(_ALONE, means)
 
 
-def predict(
-    data: Any,
-    fn: Callable[..., Any],
-    models: Sequence[nn.Module],
-    *,
-    micro_batch: int,
-    randomness: Randomness,
-    meeting: Meeting,
-    grid: Grid | None = None,
-    lockstep: Lockstep | None = None,
-    device: torch.device | str = "cpu",
-    step: int = 0,
-    collate: Collate | None = None,
-    loaders: int = 0,
-    computing: Computing = nullcontext,
-    lanes: Lanes | None = None,
-) -> Any:
-    """The outputs of `fn` for all of `data`, in data order, on every process; tensors on the CPU.
+def predict(calls: Calls) -> Any:
+    """The outputs of `fn` for all of the data, in its order, on every process; tensors on the CPU.
 
     `fn(*models, batch)` returns a tensor or array (dimension 0: the samples), a list (one entry a sample, of any size,
     itself a nest), or dicts and tuples of them. Of dicts, tuples and dataclasses of other types plain ones come back.
     Of a stream, the outputs of lane 0 come first, then those of lane 1, ...
     """
-    passes = _Passes(
-        "predict", data, fn, models, micro_batch, randomness, meeting, grid or Grid(meeting.world_size), lockstep,
-        device, step, collate, loaders, computing, lanes,
-    )  # fmt: skip
 
     def work() -> bytes:
         outputs: list[Any] = []
@@ -138,19 +82,18 @@ def predict(
         forms: list[str] = []
 
         def take(m: MicroBatch, returned: Any) -> None:
-            where = f"{_name(fn)}, {passes.named(m)}"
             order.append(m.index)
-            outputs.append(_rows(returned, m.size, where))
+            outputs.append(_rows(returned, m.size, calls.where(m)))
             forms.append(_form(outputs[-1]))
             if forms[-1] != forms[0]:
-                raise _ragged(f"it returned {forms[0]}", f"{where} returned {forms[-1]}")
+                raise _ragged(f"it returned {forms[0]}", f"{calls.where(m)} returned {forms[-1]}")
 
-        passes.run(take)
+        calls.run("predict", take)
         outputs = [outputs[k] for k in sorted(range(len(order)), key=order.__getitem__)]  # lane by lane
         form, joined = (forms[0], _joined(outputs)) if outputs else ("", None)
-        return encode_tree([form, _lists(joined, lambda entries: [packed(entries)]), passes.beginnings])
+        return encode_tree([form, _lists(joined, lambda entries: [packed(entries)]), calls.beginnings])
 
-    answers = _together(meeting, "predict", passes.signature, work)
+    answers = _together(calls, "predict", work)
     found = [(rank, *decode_tree(answer)) for rank, answer in enumerate(answers)]
     refuse_alike(begun for *_, begun in found)
     outputs = [(rank, form, _lists(output, lambda held: unpacked(held[0]))) for rank, form, output, _ in found if form]
@@ -158,111 +101,13 @@ def predict(
         _refuse_empty()
     for rank, form, _ in outputs[1:]:
         if form != outputs[0][1]:
-            raise _ragged(f"{_name(fn)} returned {outputs[0][1]} on rank 0", f"{form} on rank {rank}")
+            raise _ragged(f"{calls.name} returned {outputs[0][1]} on rank 0", f"{form} on rank {rank}")
     return _joined([output for _, _, output in outputs])
 
 
-@dataclass
-class _Passes:
-    """Calls of `fn` for the micro-batches of this process, beside those that hold a model together with it."""
-
-    kind: str
-    data: Any
-    fn: Callable[..., Any]
-    models: Sequence[nn.Module]
-    micro_batch: int
-    randomness: Randomness
-    meeting: Meeting
-    grid: Grid
-    lockstep: Lockstep | None
-    device: torch.device | str
-    step: int
-    collate: Collate | None
-    loaders: int
-    computing: Computing
-    lanes: Lanes | None
-
-    def __post_init__(self) -> None:
-        self.beginnings: dict[str, str] = {}  # of the lanes of a stream that this process has read
-        if isinstance(self.data, Stream):
-            self.lanes = self.lanes or Lanes(self.micro_batch, self.micro_batch)
-            self.count, self.signature = self.lanes.count, f"a stream of {self.lanes.count} lanes"
-            return
-        length = len(checked_dataset(self.data))
-        # One step over the whole data set.
-        self._schedule = Schedule(length, length, min(self.micro_batch, length), steps=1)
-        self.count = self._schedule.step(0).micro_batches
-        self.signature = f"{length} samples, micro-batches of {self._schedule.micro_batch}"
-
-    def named(self, m: MicroBatch) -> str:
-        """A micro-batch, for people."""
-        if isinstance(self.data, Stream):
-            return f"samples {m.start}..{m.stop - 1} of lane {m.index}"
-        return f"micro-batch {m.index}"
-
-    def run(self, take: Callable[[MicroBatch, Any], None]) -> None:
-        """Hands to `take` what `fn` returns for each micro-batch."""
-        if isinstance(self.data, Stream):
-            assert self.lanes is not None
-            self.beginnings = run_over_lanes(
-                self.data,
-                self.lanes,
-                self.fn,
-                self.models,
-                take,
-                kind=self.kind,
-                name=_name(self.fn),
-                randomness=self.randomness,
-                meeting=self.meeting,
-                grid=self.grid,
-                lockstep=self.lockstep,
-                device=self.device,
-                step=self.step,
-                collate=self.collate,
-                loaders=self.loaders,
-                computing=self.computing,
-            )
-            return
-        with self._reader() as reader:
-            self._run(reader, take)
-
-    def _reader(self) -> Reader:
-        """Reads this process's micro-batches."""
-        return Reader(
-            self.data,
-            Natural(self._schedule.samples),
-            shares(self._schedule, self.grid, self.meeting.rank),
-            seed=key(self.randomness.seed, self.kind),
-            rank=self.meeting.rank,
-            collate=self.collate,
-            loaders=self.loaders,
-            pin=torch.device(self.device).type == "cuda",
-            set_epoch=False,  # the training's epoch, or the one that the script has set
-        )
-
-    def _run(self, reader: Reader, take: Callable[[MicroBatch, Any], None]) -> None:
-        lockstep = self.lockstep or Alone(self.meeting.rank)
-        if len(lockstep.ranks) > 1:  # all must have come before some wait for each other
-            self.meeting.exchange(f"{self.kind}, its beginning", signature=f"{self.count} micro-batches")
-
-        def compute() -> None:
-            m, batch = next(reader)
-            self.randomness.begin(self.kind, self.step, m.index)
-            with self.computing():
-                returned = self.fn(*self.models, to_device(batch, self.device))
-            lockstep.check(returned)
-            take(m, returned)
-
-        counts = {rank: len(self.grid.leaves(self.count, rank)) for rank in lockstep.ranks}
-        with evaluating(self.models), self.randomness.keyed():
-            passes = lockstep.passes(self.models, f"{self.kind} {_name(self.fn)}", call_site())
-            for number in range(max(counts.values())):
-                passes.run(compute if number < counts[self.meeting.rank] else None)
-            passes.check()
-
-
-def _together(meeting: Meeting, kind: str, signature: str, work: Callable[[], bytes]) -> list[bytes]:
+def _together(calls: Calls, kind: str, work: Callable[[], bytes]) -> list[bytes]:
     """What `work` returned on every process. Where it raised on one, all processes raise."""
+    exchange = partial(calls.meeting.exchange, kind, signature=calls.signature)
     try:
         done = b"+" + work()
     except Exception as error:
@@ -270,9 +115,9 @@ def _together(meeting: Meeting, kind: str, signature: str, work: Callable[[], by
             raise
         told = f"{type(error).__name__}: {error}".encode()
         with contextlib.suppress(EvenstepError):  # ours is the reason, whatever has become of the others
-            meeting.exchange(kind, b"-" + told, signature=signature)
+            exchange(b"-" + told)
         raise
-    answers = meeting.exchange(kind, done, signature=signature)
+    answers = exchange(done)
     for rank, answer in enumerate(answers):
         if answer[:1] == b"-":
             raise PeerFailed(f"rank {rank} failed in {kind}: {answer[1:].decode()}", do=f"see the log of rank {rank}")
@@ -333,19 +178,34 @@ def _parts(values: Sequence[Mapping[str, Pair]], leaves: range) -> list[tuple[st
             start = (node.index << node.level) - leaves.start
             pairs = [value.get(name) for value in values[start : start + (1 << node.level)]]
             if any(pair is not None for pair in pairs):
-                total = tree_sum(None if pair is None else pair[0] for pair in pairs)
-                weight = tree_sum(None if pair is None else pair[1] for pair in pairs)
-                parts.append((name, node.level, node.index, total, weight))
+                parts.append((name, node.level, node.index, *_sums(pairs)))
     return parts
 
 
-def _mean(name: str, parts: Mapping[Node, Pair], count: int, fn: Callable[..., Any]) -> float:
-    total = combine({node: pair[0] for node, pair in parts.items()}, count, lambda a, b: a + b)
-    weight = combine({node: pair[1] for node, pair in parts.items()}, count, lambda a, b: a + b)
+def _sums_of_lanes(values: Sequence[tuple[int, Mapping[str, Pair]]]) -> list[tuple[str, int, int, float, float]]:
+    """The sums of each lane, in the fixed tree over its turns: (name, 0, lane, sum, weight)."""
+    rows = []
+    for lane in sorted({lane for lane, _ in values}):
+        turns = [pairs for of, pairs in values if of == lane]
+        for name in dict.fromkeys(name for pairs in turns for name in pairs):
+            rows.append((name, 0, lane, *_sums(pairs.get(name) for pairs in turns)))
+    return rows
+
+
+def _sums(pairs: Iterable[Pair | None]) -> Pair:
+    """The sum of the sums and that of the weights, in the fixed tree; None where a micro-batch has none."""
+    there = list(pairs)
+    total, weight = (tree_sum(None if pair is None else pair[k] for pair in there) for k in (0, 1))
+    return total, weight
+
+
+def _mean(name: str, parts: Mapping[Node, Pair], calls: Calls) -> float:
+    total = combine({node: pair[0] for node, pair in parts.items()}, calls.count, lambda a, b: a + b)
+    weight = combine({node: pair[1] for node, pair in parts.items()}, calls.count, lambda a, b: a + b)
     of = f" of {name!r}" if name else ""
     if total is None or weight is None or not 0 < weight < math.inf:
         raise UsageError(
-            f"the total weight{of} that {_name(fn)} returned is {weight}, expected a positive finite number",
+            f"the total weight{of} that {calls.name} returned is {weight}, expected a positive finite number",
             do="the weight is how many samples (or tokens) the sum is over",
         )
     return total / weight
@@ -357,10 +217,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"{type(value).__name__} ({value!r})" if isinstance(value, numbers.Number) else type(value).__name__
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 # ---- rows

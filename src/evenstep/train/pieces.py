@@ -98,6 +98,17 @@ def holders(size: int, spans: Sequence[Span]) -> list[tuple[int, int, tuple[int,
     ]
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlap, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
 def memory(tensor: Tensor) -> tuple[object, ...]:
     """Where the tensor lies: equal for those that are one and the same."""
     if is_whole(tensor):

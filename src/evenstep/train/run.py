@@ -28,12 +28,13 @@ from evenstep.record.paths import RunPaths
 from evenstep.record.uncaught import Uncaught, error_path, type_name, write_uncaught
 from evenstep.train import collectives
 from evenstep.train.auto import choose_micro_batch
+from evenstep.train.calls import Calls
 from evenstep.train.checkpoint import Saved, State
 from evenstep.train.compiling import Compiled
 from evenstep.train.data.dataset import checked_dataset
 from evenstep.train.data.map_style import MapStyle
 from evenstep.train.data.orders import choose_order, numbers
-from evenstep.train.data.samples import check_reading
+from evenstep.train.data.samples import Collate, check_reading
 from evenstep.train.data.stream import Stream
 from evenstep.train.data.streaming import Streaming, refuse_with_stream
 from evenstep.train.data.training_data import TrainingData
@@ -317,9 +318,7 @@ class Run:
         Models are in eval mode, without gradients. They default to all prepared ones.
         """
         with self._activity.during(EVALUATING):
-            return evaluate(
-                data, fn, self._models.chosen(models), collate=collate, loaders=integer(loaders), **self._evaluation()
-            )
+            return evaluate(self._calls(data, fn, models, collate, loaders))
 
     def predict(
         self,
@@ -336,22 +335,27 @@ class Run:
         metrics of torchmetrics or scikit-learn do not depend on the layout.
         """
         with self._activity.during(EVALUATING):
-            return predict(
-                data, fn, self._models.chosen(models), collate=collate, loaders=integer(loaders), **self._evaluation()
-            )
+            return predict(self._calls(data, fn, models, collate, loaders))
 
-    def _evaluation(self) -> dict[str, Any]:
-        return {
-            "micro_batch": self._micro_batch(),
-            "lanes": Lanes(self._options.global_batch, self._micro_batch()),
-            "randomness": self._randomness,
-            "meeting": self._meeting,
-            "grid": Grid(self.world_size, self._layout.grid.stages),
-            "lockstep": self._layout.lockstep,
-            "device": self.device,
-            "computing": self._precision.computing,
-            "step": self._training.step,
-        }
+    def _calls(
+        self, data: Any, fn: Callable[..., Any], models: Sequence[nn.Module], collate: Collate | None, loaders: int
+    ) -> Calls:
+        return Calls(
+            data,
+            fn,
+            self._models.chosen(models),
+            self._micro_batch(),
+            self._randomness,
+            self._meeting,
+            grid=Grid(self.world_size, self._layout.grid.stages),
+            lockstep=self._layout.lockstep,
+            device=self.device,
+            step=self._training.step,
+            collate=collate,
+            loaders=integer(loaders),
+            computing=self._precision.computing,
+            lanes=Lanes(self._options.global_batch, self._micro_batch()),
+        )
 
     def _micro_batch(self) -> int:
         if isinstance(self._options.micro_batch, str):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from evenstep.errors import CheckpointError, UsageError
 from evenstep.train.leaves import decode_leaf, encode_leaf, is_plain, is_text, join_path, refused
-from evenstep.train.pieces import Elsewhere, is_known, is_whole, like, memory, piece
+from evenstep.train.pieces import Elsewhere, is_dense, is_known, is_whole, like, memory, piece
 from evenstep.train.tensor_file import Entry, in_file_order, is_kept, raw_parts, write_tensors
 
 SCHEMA = 1
@@ -285,7 +285,7 @@ class _Encoder:
         tag: dict[str, object] = {}
         if not is_kept(tensor.dtype):
             tag.update(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
-        if not tensor.is_contiguous() and _is_dense(tensor):
+        if not tensor.is_contiguous() and is_dense(tensor):
             tag["stride"] = list(tensor.stride())
         place = memory(tensor)
         if place not in self._names or tensor.numel() == 0:
@@ -387,14 +387,3 @@ def _kept(tensor: Tensor) -> Tensor:
     """The tensor's values on the CPU, contiguous, in a dtype that every version of safetensors keeps."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain if is_kept(plain.dtype) else plain.reshape(-1).view(torch.uint8)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the strides are a permutation of contiguous ones: each place in memory is one element."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True

@@ -19,7 +19,7 @@ from evenstep.train.plan_lines import batch_line
 
 
 class MapStyle:
-    """`data` in `order`, as TrainingData. Its `schedule` may get another micro-batch while the first step is open."""
+    """`data`, read in `order`, as TrainingData. Its `schedule` may get another micro-batch in the first step."""
 
     def __init__(
         self,
