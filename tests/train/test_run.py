@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,6 +147,40 @@ def test_a_run_that_is_beyond_what_was_asked_for_says_so(tmp_path: Path, capsys:
     with pytest.raises(AssertionError):  # of the script: its list of steps is longer than the loop
         small(tmp_path / "run", epochs=1)
     assert "is at step 6, and 4 were asked for: no step is left" in capsys.readouterr().err
+
+
+def test_what_a_finished_run_left_is_not_replaced_by_less(tmp_path: Path) -> None:
+    whole = end(small(tmp_path / "run"))
+    shutil.copytree(tmp_path / "run", tmp_path / "bare")
+    newest = tmp_path / "run/checkpoints/step-0000000012/tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    again = small(tmp_path / "run")
+    assert [e["step"] for e in read_events(tmp_path / "run/events/rank-0.jsonl") if e["kind"] == "resume"] == [10]
+    assert end(again) == whole
+
+    shutil.rmtree(tmp_path / "bare/checkpoints")
+    with pytest.raises(UsageError, match="is finished and holds no checkpoint"):
+        small(tmp_path / "bare")
+    assert load_file(tmp_path / "bare/model.safetensors").keys() == load_file(tmp_path / "run/model.safetensors").keys()
+
+
+@pytest.mark.parametrize("first", ["stream", "map-style"])
+def test_a_finished_run_is_not_gone_on_with_over_data_of_the_other_kind(first: str, tmp_path: Path) -> None:
+    def train(stream: bool) -> None:
+        with training_run(tmp_path / "run", global_batch=6) as run:
+            model = run.prepare(nn.Linear(2, 3))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            data = evenstep.stream(lambda lane, lanes, epoch: (DATA[i] for i in range(lane, 20, lanes)))
+            steps = run.steps(data if stream else DATA, epochs=1)
+            run.restore(model=model, optimizer=optimizer)
+            for step in steps:
+                step.backward(loss_fn)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    train(stream=first == "stream")
+    with pytest.raises(IdentityError, match="the checkpoint was made with"):
+        train(stream=first != "stream")
 
 
 def test_break_is_safe_and_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,13 @@ class Training:
     def go_on(self, data: TrainingData) -> int:
         """The step with which the loop over `data` begins."""
         root, before = self._paths.root, self._read_finished()
-        if before is not None and (before["left early"] or data.has_done(before)):
+        if before is not None and self.checkpoint_at is None:
+            raise UsageError(
+                f"{root} is finished and holds no checkpoint, from which run.restore could have its model back",
+                do=f"load {self._paths.model}, or train anew in another --run DIR",
+            )
+        # Else its last checkpoint is damaged, and what comes after the one before is done again.
+        if before is not None and before["step"] <= self.done and (before["left early"] or data.has_done(before)):
             how = f"{before['step']} steps"
             if before["left early"]:
                 how += f", left early by the script; to go on, remove {self._paths.finished}"

@@ -48,7 +48,7 @@ class MapStyle:
     # ---- before the loop
 
     def has_done(self, before: Mapping[str, Any]) -> bool:
-        return bool(before["steps"] >= len(self.schedule))
+        return "stream" not in before and before["steps"] >= len(self.schedule)
 
     def begin(self, about: Mapping[str, Any] | None) -> int:
         self._identity.check(self.schedule)

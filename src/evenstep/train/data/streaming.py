@@ -131,7 +131,7 @@ class Streaming:
         return {**self._known(), "first samples": self._first}
 
     def has_done(self, before: Mapping[str, Any]) -> bool:
-        return self.schedule.done(**before["stream"])
+        return "stream" in before and self.schedule.done(**before["stream"])
 
     def begin(self, about: Mapping[str, Any] | None) -> int:
         self._check(about)
