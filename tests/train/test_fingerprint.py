@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from evenstep.errors import UsageError
-from evenstep.train.fingerprint import add, fingerprint, tensor_key, tensor_part, to_hex
+from evenstep.train.fingerprint import add, fingerprint, runs, tensor_key, to_hex, total
 from evenstep.train.state import decode_tree, encode_tree
 
 DTYPES = [
@@ -35,6 +35,11 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
 def bits(tensor: Tensor) -> Tensor:
     """The tensor's memory, to write to."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1).view(torch.uint8)
+
+
+def tensor_part(key: int, part: Tensor, start: int) -> int:
+    """What the elements from `start` on, in C order, add to a tensor's fingerprint."""
+    return total(runs(key, part.reshape(-1), start))
 
 
 def tree() -> dict[str, Any]:

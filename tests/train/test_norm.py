@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from evenstep.errors import EvenstepError, UsageError
-from evenstep.train.norm import clip_, fold, norm_of_folds, row_squares, total_norm
+from evenstep.train.norm import clip_, fold, folds_of, norm_of_folds, row_squares
 
 SHAPES: list[tuple[int, ...]] = [
     (64, 33), (1000,), (1,), (), (7, 3, 5, 5), (300, 1), (2, 70_000), (70_000, 2), (70_001,), (0,), (0, 3), (3, 0),
@@ -24,6 +24,10 @@ def gradients(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         f"p{i}": (torch.randn(shape, generator=generator) * 10.0 ** (-i % 4)).to(dtype)
         for i, shape in enumerate(SHAPES)
     }
+
+
+def total_norm(tensors: dict[str, Tensor]) -> float:
+    return norm_of_folds(folds_of(tensors))
 
 
 @given(st.sampled_from([s for s in SHAPES if s]), st.lists(st.integers(0, 70_001), max_size=6), st.booleans())

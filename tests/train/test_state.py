@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from evenstep.errors import CheckpointError, MachineError, UsageError
-from evenstep.train.state import decode_tree, encode_tree, load_tree, save_tree
+from evenstep.train.state import damage_named, decode_tree, encode_tree, filled, read_tree, save_tree
 from evenstep.train.tensor_file import is_kept
 from evenstep.train.weights import save_model
 from tests.record.small_disk import on_a_small_disk
@@ -29,6 +29,12 @@ DTYPES = [
     torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.complex64, torch.complex128, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
 ]  # fmt: skip
+
+
+def load_tree(folder: Path) -> Any:
+    tree = read_tree(folder)
+    with damage_named(folder):
+        return filled(tree)
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -428,7 +434,7 @@ def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path: Pat
         from evenstep.errors import MachineError
         from evenstep.record.checkpoints import Checkpoints
         from evenstep.record.paths import RunPaths
-        from evenstep.train.state import load_tree, save_tree
+        from evenstep.train.state import filled, read_tree, save_tree
         from evenstep.train.weights import save_model
         root = Path(sys.argv[1])
         small, big = torch.arange(50_000.0), torch.arange(300_000.0)
@@ -458,7 +464,7 @@ def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path: Pat
         assert sorted(path.name for path in root.iterdir()) == ["checkpoints", "model.safetensors"]
         assert (root / "model.safetensors").read_bytes() == before
         assert checkpoints.newest_whole() == (1, {})
-        assert torch.equal(load_tree(checkpoints.folder(1))["small"], small)
+        assert torch.equal(filled(read_tree(checkpoints.folder(1)))["small"], small)
         """,
     )
     bare, checkpoint, model = out.splitlines()

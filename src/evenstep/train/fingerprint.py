@@ -94,11 +94,6 @@ def tensor_key(name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
     return hash_of(f"{name}\0{dtype}\0{list(shape)}".encode())
 
 
-def tensor_part(key: int, part: Tensor, start: int) -> int:
-    """The part that the elements from `start` on, in C order, have in a tensor's fingerprint; `part` holds them."""
-    return total(runs(key, part.detach().reshape(-1), start))
-
-
 def add(parts: Iterable[int]) -> int:
     """The fingerprint whose parts these are."""
     return sum(parts) & _MASK

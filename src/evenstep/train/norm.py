@@ -46,7 +46,8 @@ def fold(rows: Tensor) -> Tensor:
 
 
 def norm_of_folds(folds: Mapping[str, Tensor]) -> float:
-    """The norm, from the sum of squares of each tensor by name; the order of the mapping does not count."""
+    """The 2-norm of all elements, from the sum of squares of each tensor by name; the order of the mapping does not
+    count. 0 without tensors; inf or nan if one is in them."""
     if not folds:
         return 0.0
     values = [folds[name] for name in sorted(folds)]
@@ -54,16 +55,11 @@ def norm_of_folds(folds: Mapping[str, Tensor]) -> float:
     return math.sqrt(_halved(torch.stack([value.to(device) for value in values])).item())  # one wait for the device
 
 
-def total_norm(tensors: Mapping[str, Tensor]) -> float:
-    """The 2-norm of all elements of `tensors`, in float64. 0 without tensors; inf or nan if one is in them.
+def folds_of(tensors: Mapping[str, Tensor]) -> Folds:
+    """The sum of squares of each tensor, by name.
 
     Of a tensor that is sharded (a DTensor), the processes that have its rows must call this together.
     """
-    return norm_of_folds(folds_of(tensors))
-
-
-def folds_of(tensors: Mapping[str, Tensor]) -> Folds:
-    """The sum of squares of each tensor, by name."""
     whole = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
     cut = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
     return {name: fold(row_squares(tensor)) for name, tensor in whole.items()} | _folds_of_shards(cut)

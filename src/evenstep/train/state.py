@@ -67,13 +67,6 @@ def encode_parts(tree: object, *, parts: bool = True) -> tuple[bytes, dict[str, 
     return encoder.document(tree), encoder.tensors
 
 
-def load_tree(folder: Path) -> Any:
-    """The tree that `save_tree` wrote into `folder`. CheckpointError if it is damaged or not all there."""
-    tree = read_tree(folder)
-    with damage_named(folder):
-        return filled(tree)
-
-
 def read_tree(folder: Path) -> Any:
     """The tree in `folder` with a Stored in place of every tensor and array: they are read when they are asked for,
     within `damage_named`."""
