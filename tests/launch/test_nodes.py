@@ -20,6 +20,7 @@ from evenstep.record.activity import SCRIPT as SCRIPTS_OWN
 from evenstep.record.activity import Doing, read_activity
 from evenstep.record.events import read_events
 from evenstep.record.paths import RunPaths
+from evenstep.record.uncaught import error_path, read_uncaught
 from tests.hosts import Command, Hosts, hosts, needs_hosts
 from tests.launch.launching import Result, command, evenstep, eventually, installed_package, training, write_script
 
@@ -33,6 +34,14 @@ def two() -> Iterator[Hosts]:
     needs_hosts()
     with hosts(2) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The last line of one process that trains for two epochs."""
+    folder = tmp_path_factory.mktemp("alone")
+    write_script(folder, SCRIPT)
+    return evenstep(folder, "run", "script.py", 2, 0).out.splitlines()[-1]
 
 
 def start(
@@ -51,16 +60,15 @@ def steps_done(folder: Path) -> int:
     return sum(event["kind"] == "step" for event in read_events(path)) if path.exists() else 0
 
 
-def test_the_fingerprint_of_one_process(two: Hosts, tmp_path: Path) -> None:
+def test_the_fingerprint_of_one_process(two: Hosts, tmp_path: Path, alone: str) -> None:
     write_script(tmp_path, SCRIPT)
-    alone = evenstep(tmp_path, "run", "--run", "alone", "script.py", 2, 0)
     # The later node first: the order does not matter. The nodes have different numbers of processes.
     second = start(two, tmp_path, 1, "--run", "run1", "script.py", 2, 0, processes=2)
     first = start(two, tmp_path, 0, "--run", "run0", "script.py", 2, 0)
     done, other = first.wait(), second.wait()
     assert (done.code, other.code) == (0, 0), (done, other)
     assert "3 processes" in done.err
-    assert done.out.splitlines()[-1] == alone.out.splitlines()[-1]
+    assert done.out.splitlines()[-1] == alone
     assert "fingerprint" in done.out
     assert {path.name for path in (tmp_path / "run1" / "logs").iterdir()} == {"rank-1.log", "rank-2.log"}
 
@@ -257,9 +265,8 @@ def test_scripts_that_differ(two: Hosts, tmp_path: Path) -> None:
     assert not list(folders[0].glob("runs/*"))
 
 
-def test_a_wrong_token_and_strangers_are_turned_away(two: Hosts, tmp_path: Path) -> None:
+def test_a_wrong_token_and_strangers_are_turned_away(two: Hosts, tmp_path: Path, alone: str) -> None:
     write_script(tmp_path, SCRIPT)
-    alone = evenstep(tmp_path, "run", "--run", "alone", "script.py", 2, 0)
     first = start(two, tmp_path, 0, "--run", "run0", "script.py", 2, 0)
     wrong = start(two, tmp_path, 1, "--run", "runx", "script.py", 2, 0, token="a guess").wait()
     assert wrong.code == 2
@@ -273,7 +280,7 @@ def test_a_wrong_token_and_strangers_are_turned_away(two: Hosts, tmp_path: Path)
     second = start(two, tmp_path, 1, "--run", "run1", "script.py", 2, 0)
     done, other = first.wait(), second.wait()
     assert (done.code, other.code) == (0, 0), (done, other)
-    assert done.out.splitlines()[-1] == alone.out.splitlines()[-1]
+    assert done.out.splitlines()[-1] == alone
     assert f"turned away a connection from {two.address(2)}" in done.err
 
 
@@ -290,15 +297,18 @@ def launcher(made: Hosts, host: int) -> list[int]:
 @pytest.mark.parametrize(
     ("leaves", "said"),
     [
-        ("os._exit(0)", "rank 1 of host2 (node 1) had ended before, with exit code 0"),
-        ("sys.exit(0)", "the end of the script"),
+        ("os._exit(0)", r"rank 1 of host2 \(node 1\) had ended before, with exit code 0"),
+        ("sys.exit(0)", r"rank \d failed: evenstep.errors.MismatchError: the processes are at different calls"),
     ],
 )
 def test_a_process_that_leaves_early_is_named(two: Hosts, tmp_path: Path, leaves: str, said: str) -> None:
     write_script(tmp_path, training(stepped=f"if run.rank == 1 and step.number == 4: {leaves}"))
     commands = [start(two, tmp_path, node, "--run", "run", "script.py", 40, 0, processes=1 + node) for node in (0, 1)]
     for result in (one.wait() for one in commands):
-        assert (result.code, said in result.err) == (1, True), result
+        assert result.code == 1, result
+        assert re.search(said, result.err), result
+    own = read_uncaught(error_path(RunPaths(tmp_path / "run").log(1)))
+    assert (own is None) == (leaves == "os._exit(0)")  # else it may be the one that is told of
 
 
 LOST = "nothing was heard from it for 4."

@@ -34,13 +34,20 @@ def fingerprint(out: str) -> str:
     return last
 
 
-def test_it_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a run that nothing happens to ends with."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_script(folder, SCRIPT)
+    return fingerprint(evenstep(folder, "run", "script.py").out)
+
+
+def test_it_ends_as_if_nothing_had_been(tmp_path: Path, whole: str) -> None:
     write_script(tmp_path, SCRIPT)
     words = ("run", "--processes", 2, "--restarts", 2)
-    whole = evenstep(tmp_path, *words, "--run", "whole", "script.py")
     killed = evenstep(tmp_path, *words, "--run", "killed", "script.py", env={"KILLS": "2,8"})
-    assert (whole.code, killed.code) == (0, 0), killed
-    assert fingerprint(killed.out) == fingerprint(whole.out)
+    assert killed.code == 0, killed
+    assert fingerprint(killed.out) == whole
     assert "rank 1 was killed by SIGKILL" in killed.err
     assert "rank 1 was in step 2, in the script's own code" in killed.err
     assert "starting again (1 of 2), from the beginning (there is no checkpoint), with 2 processes" in killed.err
@@ -115,10 +122,9 @@ def kill_launcher(made: Hosts, host: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_nodes_by_hand(two: Hosts, tmp_path: Path) -> None:
+def test_two_nodes_by_hand(two: Hosts, tmp_path: Path, whole: str) -> None:
     """A process, the launcher of node 1 and that of node 0 are killed; who is killed is started again by somebody."""
     write_script(tmp_path, SCRIPT)
-    whole = evenstep(tmp_path, "run", "--run", "whole", "script.py")
     first, second = (start(two, tmp_path, node, 2, 5) for node in (0, 1))
     assert eventually(lambda: launches(tmp_path, 1) == 1 and steps_since_start(tmp_path) > 3)
     os.kill(two.find(2, "python script.py")[0], signal.SIGKILL)
@@ -133,7 +139,7 @@ def test_two_nodes_by_hand(two: Hosts, tmp_path: Path) -> None:
     first = start(two, tmp_path, 0, 2, 5)
     done, other = first.wait(), second.wait()
     assert (done.code, other.code) == (0, 0), (gone, done, other)
-    assert fingerprint(done.out) == fingerprint(whole.out)
+    assert fingerprint(done.out) == whole
     assert "starting again (1 of 5), from step 3" in gone.err
     assert "again on 2 hosts with 2 processes: host1 (1), host2 (1)" in gone.err
     assert "host2 (node 1): its launcher has ended" in gone.err
@@ -144,9 +150,8 @@ def test_two_nodes_by_hand(two: Hosts, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_goes_on_with_the_hosts_that_are_left(two: Hosts, tmp_path: Path) -> None:
+def test_it_goes_on_with_the_hosts_that_are_left(two: Hosts, tmp_path: Path, whole: str) -> None:
     write_script(tmp_path, SCRIPT)
-    whole = evenstep(tmp_path, "run", "--run", "whole", "script.py")
     first, second = (start(two, tmp_path, node, "1:2", 1) for node in (0, 1))
     try:
         assert eventually(lambda: launches(tmp_path, 1) == 1 and steps_since_start(tmp_path) > 3)
@@ -156,7 +161,7 @@ def test_it_goes_on_with_the_hosts_that_are_left(two: Hosts, tmp_path: Path) -> 
     finally:
         two.join(2)
     assert done.code == 0, done
-    assert fingerprint(done.out) == fingerprint(whole.out)
+    assert fingerprint(done.out) == whole
     assert "host2 (node 1): nothing was heard from it for 4." in done.err
     assert "rank 1 was in step" in done.err
     assert "going on without node 1 of 2: 1 are enough" in done.err
@@ -164,11 +169,10 @@ def test_it_goes_on_with_the_hosts_that_are_left(two: Hosts, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_hosts_by_ssh(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_hosts_by_ssh(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, whole: str) -> None:
     """A process is killed, then a host loses its power; the rest is done by the one that is left."""
     needs_ssh()
     write_script(tmp_path, SCRIPT)
-    whole = evenstep(tmp_path, "run", "--run", "whole", "script.py")
     with ssh_hosts(3, tmp_path_factory.mktemp("ssh")) as three:
         words = ("--hosts", "host2,host3", "--min-hosts", 1, "--restarts", 3, "--run", "run0", "script.py")
         launch = three.start("run", *words, folder=tmp_path, env={"PYTHONPAUSE": "0.2"})
@@ -178,7 +182,7 @@ def test_hosts_by_ssh(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) 
         three.made.power_off(3)
         done = launch.wait()
         assert done.code == 0, done
-        assert fingerprint(done.out) == fingerprint(whole.out)
+        assert fingerprint(done.out) == whole
         assert "host3 (node 1): rank 1 was killed by SIGKILL" in done.err
         assert "starting again (1 of 3), from step 3" in done.err
         assert "again on 2 hosts with 2 processes: host2 (1), host3 (1)" in done.err

@@ -46,7 +46,7 @@ def tell_failure(outcome: Outcome, paths: RunPaths, words: list[str], verdict: V
         return exits.DONE
     start = outcome.log_starts[failure.exit.rank]
     frozen = failure.exit.rank in outcome.frozen
-    shown = failure.exit.rank == 0 or show_all
+    shown = failure.exit.rank == min(outcome.log_starts) or show_all  # the first of this host is
     _tell_cause(failure, paths.log(failure.exit.rank), start, shown=shown, frozen=frozen)
     before = ended_before(outcome.exits, failure) if fault is None else fault.before
     if before:
