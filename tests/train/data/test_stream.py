@@ -20,6 +20,7 @@ from evenstep.errors import DataError, IdentityError, PeerFailed, UsageError
 from evenstep.record.checkpoints import Checkpoints
 from evenstep.record.paths import RunPaths
 from evenstep.train.data.lane import Lane
+from evenstep.train.data.lane_beginnings import begin
 from tests.ranks import run_ranks
 from tests.train.scripts import adamw, fingerprints, training_run
 
@@ -301,6 +302,27 @@ def test_processes_with_different_streams_are_named(tmp_path: Path) -> None:
         assert first.endswith("the stream is not the same on all processes")
         assert later.startswith("lane 4 of the stream begins with other samples on rank 1 than on rank 0 (epoch 0: ")
         assert "only on rank 0: 6.txt (2 bytes); only on rank 1: 7.txt (2 bytes): the stream is not" in files
+
+
+def test_with_loader_processes_lanes_are_begun_elsewhere() -> None:
+    """...so that what a stream opens and keeps is not open yet when loader processes begin."""
+    opened = []
+
+    def noting(lane: int, lanes: int, epoch: int) -> Iterator[tuple[Tensor, int]]:
+        opened.append(lane)
+        return make(lane, lanes, epoch)
+
+    def begun(loaders: int) -> list[str]:
+        which = [(0, 0), (3, 1), (len(opened) and 9, 0)]
+        return begin(evenstep.stream(noting), 7, which, seed=0, rank=2, loaders=loaders, say=print)
+
+    there = begun(2)
+    assert opened == []
+    assert there == begun(0)
+    assert opened == [0, 3, 0]
+    for loaders in (0, 2):
+        with pytest.raises(DataError, match=r"record 0 of lane 9 \(epoch 0\) could not be .*IndexError.*\(on rank 2\)"):
+            begun(loaders)
 
 
 def test_a_checkpoint_of_another_stream_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from datasets.distributed import split_dataset_by_node
 from torch import nn
 
 import evenstep
@@ -330,6 +331,10 @@ def test_a_map_over_batches_that_draws_is_read_again_and_take_is_told_of() -> No
 
 def test_a_hugging_face_stream_with_fewer_shards_than_lanes_says_so() -> None:
     def body() -> None:
+        with pytest.raises(UsageError, match=r"is split by node \(split_dataset_by_node\)"):
+            evenstep.stream(split_dataset_by_node(hugging_face(4), rank=0, world_size=2))
+        with pytest.raises(UsageError, match="is a Dataset, which has a length"):
+            evenstep.stream(datasets.Dataset.from_dict({"n": [1]}))
         with pytest.raises(UsageError, match="the stream has 3 shards for 5 lanes"):
             evenstep.stream(hugging_face(3)).source.notes(5)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from evenstep.errors import UsageError
 from evenstep.plan.lanes import pieces
 from evenstep.train.data.stream_files import share_out
 
@@ -24,6 +25,13 @@ class HuggingFace:
     data: Any
     share: bool
     draws_nothing = False
+
+    def __post_init__(self) -> None:
+        if self.data._distributed is not None:
+            raise UsageError(
+                "the data set is split by node (split_dataset_by_node): this process has a part of it only",
+                do="leave that out, and give every process the whole: evenstep chooses what each one reads",
+            )
 
     def about(self) -> str:
         columns = self.data.column_names

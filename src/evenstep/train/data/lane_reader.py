@@ -101,13 +101,11 @@ class LaneSamples:
     def __call__(self, task: LaneTask, keep_error: bool = False) -> Any:
         if task.lane < 0 or self._ended.get(task.lane, -1) >= task.epoch:
             return Found(0, False), None
-        if get_worker_info() is not None:
-            # A loader process reads whole lanes: what would read a part of a stream in each must not know of it.
-            torch.utils.data._utils.worker._worker_info = None
+        no_worker()
         try:
             return self._read(task)
         except EvenstepError as error:
-            return LaneFailed(error.message, error.do, isinstance(error, UsageError), None)
+            return failed_with(error)
         except Exception as error:
             return failed(error, task, self.at[0], keep_error)
 
@@ -165,8 +163,27 @@ class LaneSamples:
         return lane
 
 
+def no_worker() -> None:
+    """A loader process reads whole lanes: what would read a part of a stream in each must not know of it."""
+    if get_worker_info() is not None:
+        torch.utils.data._utils.worker._worker_info = None
+
+
 class CollateFailed(Exception):
     """What collate raised is its argument."""
+
+
+def failed_with(error: EvenstepError) -> LaneFailed:
+    """What is told of an error of evenstep's."""
+    return LaneFailed(error.message, error.do, isinstance(error, UsageError), None)
+
+
+def refuse_failed(read: Any, where: str) -> Any:
+    """What was read; raises where it is LaneFailed."""
+    if isinstance(read, LaneFailed):
+        raised = UsageError if read.usage else DataError
+        raise raised(f"{read.message} ({where})", do=read.do) from read.error
+    return read
 
 
 def failed(error: Exception, task: LaneTask, offset: int, keep_error: bool) -> LaneFailed:
@@ -267,10 +284,7 @@ class LaneReader:
                 f"what collate= returned {where}, cannot be sent to the training process: {read.summary}",
                 do="return tensors, numbers, texts, or dicts, lists and tuples of them, or give loaders=0",
             )
-        if isinstance(read, LaneFailed):
-            raised = UsageError if read.usage else DataError
-            raise raised(f"{read.message} ({where})", do=read.do) from read.error
-        found, batch = read
+        found, batch = refuse_failed(read, where)
         return found, batch
 
     def _task(self, lane: int, epoch: int, turn: int) -> LaneTask:

@@ -135,6 +135,11 @@ def _source(source: Any, share: bool, format: str | None, columns: Sequence[str]
             do="give a function: evenstep.stream(lambda lane, lanes, epoch: itertools.islice(iter(data), lane, None, "
             "lanes)), or better one that opens only the files of its lane",
         )
+    if not callable(source) and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        raise UsageError(
+            f"the stream is a {type(source).__name__}, which has a length and samples by number",
+            do="give it to run.steps, run.evaluate or run.predict as it is",
+        )
     if not callable(source):
         raise UsageError(
             f"the stream is a {type(source).__name__}, expected a function make(lane, lanes, epoch) -> iterator, "

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from evenstep.errors import DataError, EvenstepError, PeerFailed, UsageError
+from evenstep.errors import EvenstepError, PeerFailed, UsageError
 from evenstep.plan.grid import Grid
 from evenstep.plan.lanes import LaneSchedule, LaneStep, Place
-from evenstep.train.data.lane import BEGINNING, Lane, Mark
-from evenstep.train.data.lane_reader import Found, LaneReader, LaneSamples, LaneTask, failed
+from evenstep.train.data.lane import Mark
+from evenstep.train.data.lane_beginnings import begin
+from evenstep.train.data.lane_reader import Found, LaneReader, LaneSamples
 from evenstep.train.data.samples import Collate
 from evenstep.train.data.stream import Stream
 from evenstep.train.data.stream_identity import (
@@ -29,7 +30,6 @@ from evenstep.train.data.stream_identity import (
 from evenstep.train.data.training_data import Turns
 from evenstep.train.meeting import Meeting
 from evenstep.train.options import Options
-from evenstep.train.randomness import kept_generators
 
 _SLOW = 1.0  # seconds of reading again that are worth a line
 
@@ -64,28 +64,25 @@ class Streaming:
         self._last: LaneStep | None = None  # the step that was read last
         self._after = self._place  # the steps that are done
         self._first = ""  # a hash of the first samples of lane 0, once they have been read
+        self._seen: dict[int, str] = {}  # the same of lanes that others read, at the place
         self._parts = packed(stream.source.parts())
 
     # ---- before the loop
 
     def _check(self, about: Mapping[str, Any] | None) -> None:
-        """UsageError on every process where they would read different streams, or one that is not the same again;
-        IdentityError where it is another than that of the checkpoint which says `about`."""
+        """Goes to the place that a checkpoint names in `about`, or to the beginning.
+
+        UsageError on every process where they would read different streams, or one that is not the same again;
+        IdentityError where it is another than the checkpoint's.
+        """
         said: dict[str, Any] = {"failed": None}
         error: EvenstepError | None = None
         try:
             before = None if about is None else of_stream(about)
             refuse_other(before, self._known(), self._parts)  # before it is read: a file that is gone is named as such
-            begun = [self._hash_of_beginning(), self._hash_of_beginning()]
-            if begun[0] != begun[1]:
-                raise UsageError(
-                    "the stream does not give the same samples again: lane 0 of epoch 0 was begun twice, and the hash "
-                    f"of its first samples was {begun[0]}, then {begun[1]}",
-                    do="make(lane, lanes, epoch) must return a new iterator each time, over the same records: sort "
-                    "what it lists, draw from the global generators of torch, numpy and random, which are keyed, or "
-                    "seed others from `epoch`",
-                )
-            self._first = begun[0]
+            if about is not None and before is not None:
+                self._go_on(before, int(about["step"]), int(about["cursor"]))
+            self._begin_lanes()
             said |= self._identity()
             refuse_other(before, self._identity(), self._parts)
         except EvenstepError as caught:
@@ -103,20 +100,36 @@ class Streaming:
             different += changes(first, other, "only on rank 0", f"only on rank {rank}")
             raise UsageError(f"{'; '.join(different)}: the stream is not the same on all processes", do=ALIKE)
 
-    def _hash_of_beginning(self, number: int = 0, epoch: int = 0) -> str:
-        """Of the first records of a lane."""
-        stream, at = Stream(self.stream.source, min(BEGINNING, self.stream.block)), [-1]
-        try:
-            with kept_generators():
-                lane = Lane(stream, number, self.schedule.lanes.count, epoch, seed=self._seed, shuffle=False, at=at)
-                next(lane.take(1), None)
-                lane.close()
-        except EvenstepError:
-            raise
-        except Exception as error:
-            told = failed(error, LaneTask(number, epoch, 0, 0), at[0], keep_error=True)
-            raise DataError(f"{told.message} (on rank {self._meeting.rank})", do=told.do) from told.error
-        return hash_of(lane.mark)
+    def _begin_lanes(self) -> None:
+        """Lane 0, twice, and where an epoch begins, one lane that another replica reads: its own is to be the same."""
+        begins = not self._place.turn and not self.over
+        others = [(lane, self._place.epoch) for lane in self._elsewhere()] if begins else []
+        first, again, *seen = begin(
+            self.stream,
+            self.schedule.lanes.count,
+            [(0, 0), (0, 0), *others],
+            seed=self._seed,
+            rank=self._meeting.rank,
+            loaders=self._loaders,
+            say=self._say,
+        )
+        if first != again:
+            raise UsageError(
+                "the stream does not give the same samples again: lane 0 of epoch 0 was begun twice, and the hash "
+                f"of its first samples was {first}, then {again}",
+                do="make(lane, lanes, epoch) must return a new iterator each time, over the same records: sort "
+                "what it lists, draw from the global generators of torch, numpy and random, which are keyed, or "
+                "seed others from `epoch`",
+            )
+        self._first = first
+        self._seen = {lane: found for (lane, _), found in zip(others, seen, strict=True)}
+
+    def _elsewhere(self) -> list[int]:
+        """The last lane that the replica after this one reads."""
+        grid, count = self._grid, self.schedule.lanes.count
+        away = grid.processes // grid.replicas if grid.replicas > 1 else 1
+        lanes = grid.leaves(count, (self._meeting.rank + away) % grid.processes)
+        return [lane for lane in lanes if lane not in self._mine][-1:]
 
     def _known(self) -> dict[str, Any]:
         """What is known of the stream before it is read."""
@@ -135,14 +148,13 @@ class Streaming:
 
     def begin(self, about: Mapping[str, Any] | None) -> int:
         self._check(about)
-        if about is None:
-            return 0
-        saved = of_stream(about)
-        self._place = self._after = Place(int(about["step"]), saved["epoch"], saved["turn"], int(about["cursor"]))
+        return self._place.number
+
+    def _go_on(self, saved: Mapping[str, Any], done: int, cursor: int) -> None:
+        self._place = self._after = Place(done, saved["epoch"], saved["turn"], cursor)
         self._ended = set(saved["ended"])
         self._marks = {int(lane): Mark(*values) for lane, values in saved["marks"].items()}
         self._saved = dict(saved)
-        return self._place.number
 
     def go_to_end(self, done: int) -> int:
         self._finished = True
@@ -232,10 +244,7 @@ class Streaming:
         raise."""
         read: dict[int, tuple[Found, Any]] = {}
         error: Exception | None = None
-        witnessed: dict[int, str] = {}
         try:
-            if place == self._place and not place.turn:
-                witnessed = self._witnessed(place.epoch)
             read = reader.read(place.epoch, place.turn)
         except Exception as caught:
             error = caught
@@ -243,7 +252,9 @@ class Streaming:
         said["lanes"] = {lane: self._news(lane, found) for lane, (found, _) in read.items()}
         if not place.turn:
             said["beginnings"] = beginnings({lane: found for lane, (found, _) in read.items()})
-            said["begun"] = {**{lane: hash_of(found.beginning) for lane, (found, _) in read.items()}, **witnessed}
+            said["begun"] = {lane: hash_of(found.beginning) for lane, (found, _) in read.items()}
+            if place == self._place:
+                said["begun"].update(self._seen)
         answers = self._meeting.say("run.steps, its next batch", said, signature=f"step {place.number}", site="")
         if error is not None:
             raise error
@@ -261,14 +272,6 @@ class Streaming:
             refuse_unlike([answer["begun"] for answer in answers], place.epoch)
             refuse_alike(answer["beginnings"] for answer in answers)
         return read, {lane: (size, more) for lane, (size, more, _) in lanes.items()}
-
-    def _witnessed(self, epoch: int) -> dict[int, str]:
-        """The hash of the beginning of one lane that another replica reads: its own is to be the same."""
-        grid, count = self._grid, self.schedule.lanes.count
-        away = grid.processes // grid.replicas if grid.replicas > 1 else 1
-        other = (self._meeting.rank + away) % grid.processes
-        lanes = [lane for lane in grid.leaves(count, other) if lane not in self._mine]
-        return {lane: self._hash_of_beginning(lane, epoch) for lane in lanes[-1:]}
 
     def _news(self, lane: int, found: Found) -> list[Any]:
         """What others do not know of a lane yet."""
