@@ -197,6 +197,8 @@ def test_what_files_cannot_be_is_said(tmp_path: Path) -> None:
         "does not say what it holds": ["data.bin"],
         r"in a way that is not read \(.zst\)": [tmp_path / "a.jsonl.zst"],
         "cannot be read: No such file": [tmp_path / "missing.txt"],
+        r"{0..4}.txt cannot be read: .*(?s:.*)braces are not expanded": [tmp_path / "{0..4}.txt"],
+        "https://host/a.txt is an address": "https://host/a.txt",
         "no file is like": str(tmp_path / "*.tar"),
         "is an empty list": [],
         "is a folder, expected files": [tmp_path],
@@ -206,6 +208,8 @@ def test_what_files_cannot_be_is_said(tmp_path: Path) -> None:
     for words, source in refused.items():
         with pytest.raises(UsageError, match=words):
             evenstep.stream(source)
+    with pytest.raises(UsageError, match=r"returned str, expected an iterator over records"):
+        lane_of(evenstep.stream(lambda lane, lanes, epoch: "a.txt"), 0, 1)
     with pytest.raises(UsageError, match=r"format='csv', expected one of text, jsonl, parquet, tar"):
         evenstep.stream(paths, format="csv")
     with pytest.raises(UsageError, match=r"columns=.* is for parquet"):

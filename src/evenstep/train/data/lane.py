@@ -233,6 +233,8 @@ class Lane:
             made.load_state_dict(decode_tree(base64.b64decode(mark.state)))
             self._read, self._state = mark.block * self._stream.block, mark.state
         try:
+            if isinstance(made, (str, bytes)):
+                raise TypeError("its letters are no records")
             self._iterator = iter(made)
         except TypeError as error:
             raise UsageError(

@@ -158,6 +158,11 @@ def _paths(source: Any) -> list[str]:
 
 def _like(name: str) -> list[str]:
     """The files that a path, or a pattern, means."""
+    if "://" in name:
+        raise UsageError(
+            f"{name} is an address, expected files",
+            do="download them; or give Hugging Face's load_dataset(..., streaming=True), or a make of your own",
+        )
     if os.path.isdir(name):
         raise UsageError(f"{name} is a folder, expected files", do=f"give a pattern of what is in it: {name}/*.jsonl")
     if not glob.has_magic(name) or os.path.exists(name):

@@ -201,7 +201,8 @@ def _format(path: str) -> str:
     if suffix not in _SUFFIXES:
         raise UsageError(
             f"the name of {path} does not say what it holds (known are {', '.join(_SUFFIXES)}, with .gz behind)",
-            do="give format='text', 'jsonl', 'parquet' or 'tar'",
+            do="give format='text', 'jsonl', 'parquet' or 'tar'; what is none of these, Hugging Face's "
+            "load_dataset(..., streaming=True) may read, or a make of your own",
         )
     return _SUFFIXES[suffix]
 
@@ -210,4 +211,7 @@ def _size(path: str) -> int:
     try:
         return os.stat(path).st_size
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", do="check the paths of the stream") from error
+        do = "check the paths of the stream"
+        if "{" in path:
+            do = "braces are not expanded: give a pattern (data/*.tar), or a list of paths"
+        raise UsageError(f"{path} cannot be read: {error.strerror}", do=do) from error
