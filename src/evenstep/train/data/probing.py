@@ -25,7 +25,7 @@ def probe(
     say: Callable[[str], None] = say_on_stderr,
 ) -> dict[int, str]:
     """By position of epoch 0, a digest of the sample there, as hex: of position 0 and the others, in their order. ""
-    if it is of a type unknown. Those behind one that cannot be read, or after `seconds`, are not there.
+    if it is of a type unknown. Those behind one that cannot be read, or `seconds` after the first, are not there.
 
     Sample 0 is read twice under one key. UsageError if the two differ in a bit: the data set has randomness or state of
     its own, which is neither the same on all processes nor after a resume. The generators are kept.
@@ -35,7 +35,7 @@ def probe(
     """
     micro_batches = [MicroBatch(0, 0, 0, position, position + 1) for position in (0, 0, *positions)]
     found: dict[int, str] = {}
-    until = time.monotonic() + seconds
+    began = time.monotonic()
     with Reader(
         data,
         order,
@@ -50,7 +50,9 @@ def probe(
         try:
             for number, (micro_batch, read) in enumerate(reader):
                 _refuse_other(data, order, found.setdefault(micro_batch.start, read), read)
-                if number and time.monotonic() > until:
+                if not number:
+                    began = time.monotonic()  # of a process of its own it is known now that it has begun
+                elif time.monotonic() > began + seconds:
                     break
         except DataError:
             pass  # the training's reader says it, with the sample and the process
