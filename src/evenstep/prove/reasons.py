@@ -124,6 +124,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ("of epoch 0 was begun twice", "stream"),
     ("does not give the same samples again: block", "stream"),
     ("the stream is not the same on all processes", "stream"),
+    ("of the stream begins with other samples on rank", "stream"),
     ("hold different models, hyperparameters", "one-rank"),
     ("the processes train different parameters", "one-rank"),
     ("operations without a deterministic form", "nondeterministic-kernel"),

@@ -92,7 +92,7 @@ def refuse_unlike(begun: Sequence[Mapping[str, str]], epoch: int) -> None:
             if found and before and found != before:
                 raise UsageError(
                     f"lane {lane} of the stream begins with other samples on rank {rank} than on rank {first} (epoch "
-                    f"{epoch}: hash {found}, and {before}): the stream is not the same on all processes",
+                    f"{epoch}: hash {found}, and {before})",
                     do=ALIKE,
                 )
 
