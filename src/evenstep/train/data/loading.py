@@ -191,10 +191,10 @@ class Loading:
         name = f"loader process {loader} (pid {self._processes[loader].pid})"
         if now - waiting.moved >= _GIVE_UP:
             still = f"{name} has come no further for {now - waiting.moved:.0f} s"
-            raise LoaderGone(still, self._doing(loader), stuck=True)
+            raise LoaderGone(still, self._doing(loader, awaited=True), stuck=True)
         if now - waiting.began >= waiting.say_at:
             waiting.say_at *= 2
-            self._say(f"has waited {now - waiting.began:.0f} s for {name} {self._doing(loader)}")
+            self._say(f"has waited {now - waiting.began:.0f} s for {name} {self._doing(loader, awaited=True)}")
 
     def _opened(self, parcel: Any) -> Any:
         """What is in it. Its shared memory is fetched from the loader process, and nothing ends that wait if it has
@@ -251,12 +251,14 @@ class Loading:
         if self._in_main:
             self.raise_if_gone()
 
-    def _doing(self, loader: int) -> str:
+    def _doing(self, loader: int, awaited: bool = False) -> str:
         offset, at = self._places[loader].tolist()
         for number, task in self._asked:
             if number == at:
                 return f"while it read {task if offset == -1 else task.name(offset)}"
-        return "while it handed over what it has read" if self._opening else "while it had nothing to read"
+        if self._opening:
+            return "while it handed over what it has read"
+        return f"while it was to hand over {self._asked[0][1]}" if awaited else "while it had nothing to read"
 
     def close(self) -> None:
         """End and join the loader processes. One that is still reading gets 5 s to end by itself."""
