@@ -205,7 +205,8 @@ class Stuck(Drawing):
         return index
 
 
-def test_closing_does_not_wait_for_ever_for_a_sample_that_never_comes() -> None:
+def test_closing_does_not_wait_for_ever_for_a_sample_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     reader = Reader(
         Stuck(9), Natural(9), shares(Schedule(9, 1, 1, epochs=1), Grid(1), 0), seed=0, loaders=1, prefetch=4
     )
