@@ -31,7 +31,7 @@ from evenstep.train.world import Ground
 
 if TYPE_CHECKING:
     from evenstep.train.parallel.shard import Shards
-    from evenstep.train.step import Work
+    from evenstep.train.work import Work
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from evenstep.train.step import Work
+    from evenstep.train.work import Work
 
 
 def compute(work: Work) -> None:

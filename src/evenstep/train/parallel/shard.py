@@ -40,7 +40,7 @@ from evenstep.train.reduce import Leaves, Named
 from evenstep.train.world import Ground
 
 if TYPE_CHECKING:
-    from evenstep.train.step import Work
+    from evenstep.train.work import Work
 
 
 _MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD: larger blocks are mapped one by one

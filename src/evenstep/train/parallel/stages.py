@@ -30,7 +30,7 @@ from evenstep.train.reduce import Named, Reducer
 from evenstep.train.world import Ground
 
 if TYPE_CHECKING:
-    from evenstep.train.step import Work
+    from evenstep.train.work import Work
 
 
 class Stages(Lockstep):

@@ -31,7 +31,7 @@ from evenstep.train.reduce import Leaves, Reduction
 from evenstep.train.statistics import Statistics
 
 if TYPE_CHECKING:
-    from evenstep.train.step import Work
+    from evenstep.train.work import Work
 
 
 class ThreadReplicas:
