@@ -10,6 +10,7 @@ from typing import Any
 from evenstep.errors import DataError, UsageError
 from evenstep.plan.order import Order
 from evenstep.train.data.reading import Reader, say_on_stderr
+from evenstep.train.data.rows import runs_no_code
 from evenstep.train.data.samples import MicroBatch, digest
 
 
@@ -30,8 +31,8 @@ def probe(
     Sample 0 is read twice under one key. UsageError if the two differ in a bit: the data set has randomness or state of
     its own, which is neither the same on all processes nor after a resume. The generators are kept.
 
-    With `loaders` a process of its own reads: a file that the data set opens at its first sample is then not open when
-    loader processes begin, which would share its place in it.
+    With `loaders` a process of its own reads, if there is code of the user's: a file that the data set opens at its
+    first sample is then not open when loader processes begin, which would share its place in it.
     """
     micro_batches = [MicroBatch(0, 0, 0, position, position + 1) for position in (0, 0, *positions)]
     found: dict[int, str] = {}
@@ -43,7 +44,7 @@ def probe(
         seed=seed,
         rank=rank,
         collate=_digested,
-        loaders=min(loaders, 1),
+        loaders=0 if runs_no_code(data) else min(loaders, 1),
         prefetch=1,
         say=say,
     ) as reader:
