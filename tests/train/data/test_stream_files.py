@@ -230,6 +230,8 @@ def test_what_files_cannot_be_is_said(tmp_path: Path) -> None:
     (note,) = evenstep.stream(paths).source.notes(3)
     assert note.startswith("5 files do not divide by 3 lanes: 2 lanes have one more")
     assert evenstep.stream(paths).source.notes(5) == []
+    (note,) = evenstep.stream([str(tmp_path / "*.txt"), paths[0]]).source.notes(6)
+    assert note == f"{paths[0]} is in the list more than once, and so are its records in an epoch"
 
 
 def test_a_file_that_is_gone_is_named_at_a_resume(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,7 @@ class Files:
     columns: tuple[str, ...] | None
     _about: str = field(init=False, default="")
     _sizes: tuple[int, ...] = field(init=False, default=())  # in bytes
+    _twice: tuple[str, ...] = field(init=False, default=())  # paths that come more than once
     draws_nothing = True
     reads_ahead = False
 
@@ -70,6 +72,7 @@ class Files:
         object.__setattr__(self, "format", kind)
         sizes = [_size(path) for path in self.paths]
         object.__setattr__(self, "_sizes", tuple(sizes))
+        object.__setattr__(self, "_twice", tuple(path for path, often in Counter(self.paths).items() if often > 1))
         names = [(Path(path).name, size) for path, size in zip(self.paths, sizes, strict=True)]
         digest = hashlib.blake2b(repr(names).encode(), digest_size=4).hexdigest()
         about = f"{len(sizes)} {kind} files, {sum(sizes)} bytes, names and sizes {digest}"
@@ -82,7 +85,10 @@ class Files:
         return [f"{Path(path).name} ({size} bytes)" for path, size in zip(self.paths, self._sizes, strict=True)]
 
     def notes(self, lanes: int) -> list[str]:
-        return share_out(len(self.paths), lanes, self.share, "files")
+        said = share_out(len(self.paths), lanes, self.share, "files")
+        if self._twice:
+            said.append(f"{self._twice[0]} is in the list more than once, and so are its records in an epoch")
+        return said
 
     def open(self, lane: int, lanes: int, epoch: int) -> FilesOfLane:
         self.notes(lanes)
