@@ -15,7 +15,7 @@ from evenstep.errors import EvenstepError, MachineError, UsageError
 from evenstep.launch.hosts.gate import Gate
 from evenstep.launch.hosts.line import Line, Message
 from evenstep.launch.hosts.link import FAREWELL, SUSPECT, Link
-from evenstep.launch.hosts.messages import BEAT, SAY_AFTER, SAY_EVERY, About, Start, left, lost, silent_for
+from evenstep.launch.hosts.messages import SAY_AFTER, SAY_EVERY, About, Start, left, lost, silent_for
 from evenstep.launch.job import Part
 from evenstep.launch.others import Fault
 from evenstep.launch.output import Say
@@ -114,10 +114,10 @@ class Hub(Link):
             if missing and now > next_word:
                 self._say(f"waiting {f'at {self.where} ' if self.where else ''}for {missing}")
                 next_word = now + SAY_EVERY
-            self._turn(0.2)
+            self._turn()
             self._sweep_gate()
+            self._send_beats()
             for member in list(self._members.values()):
-                member.line.send(**self._beat())
                 silence = self._silence(member.line)
                 if silence is not None:
                     self._lost_early(member, silent_for(silence))
@@ -173,7 +173,7 @@ class Hub(Link):
         """Until all are done, or something has failed and all have been told."""
         until: float | None = None
         while until is None or (self._members and time.monotonic() < until):
-            self._turn(BEAT)
+            self._turn()
             self._sweep_gate()
             for message in self._mail():
                 if message.get("done"):
@@ -186,9 +186,8 @@ class Hub(Link):
                     for member in self._members.values():
                         member.line.send(**message["all"])
             now = time.monotonic()
-            beat = self._beat()
+            self._send_beats()
             for member in list(self._members.values()):
-                member.line.send(**beat)
                 silence = self._silence(member.line)
                 if not member.done and silence is not None:
                     self._lost(member, silent_for(silence), silent=True)
@@ -206,6 +205,15 @@ class Hub(Link):
             elif self._own_done and all(m.done for m in self._members.values()):
                 self._end_with(over=True)
                 until = now + self.farewell
+
+    def _send_beats(self) -> None:
+        """Those that are due; and what waits for a connection to take it."""
+        beat = self._beat() if self._is_due() else {}
+        for member in self._members.values():
+            if beat:
+                member.line.send(**beat)
+            else:
+                member.line.flush()
 
     def _end_with(self, **message: object) -> None:
         self._close_gate()

@@ -52,6 +52,7 @@ class Link:
         self._open: socket.socket | None = None  # for the others to try the way
         self._told = ""  # what has failed on this node
         self._closing = False
+        self._next_beat = 0.0
         self._turned = 0.0  # when `_turn` was last left
         self._stood = (0.0, 0.0)  # when this process stood still last, and for how many seconds
         self._thread = threading.Thread(target=self._work, name="evenstep-nodes", daemon=True)
@@ -168,8 +169,18 @@ class Link:
     def _listen_to(self, line: Line, hear: Callable[[], None]) -> None:
         self._selector.register(line, selectors.EVENT_READ, hear)
 
-    def _turn(self, seconds: float) -> None:
-        """Take in what comes within `seconds`."""
+    def _is_due(self) -> bool:
+        """Whether to send a beat now. Not whenever something comes: each side would answer the other."""
+        now = time.monotonic()
+        if now < self._next_beat:
+            return False
+        self._next_beat = now + BEAT
+        return True
+
+    def _turn(self, seconds: float | None = None) -> None:
+        """Take in what comes within `seconds`, by default until the next beat is due."""
+        if seconds is None:
+            seconds = max(0.0, self._next_beat - time.monotonic())
         for key, _ in self._selector.select(seconds):
             key.data()
         before, self._turned = self._turned, time.monotonic()

@@ -183,6 +183,7 @@ class _Hub(Hub):
         self._hosts, self._transport = hosts, transport
         self._echo = Echo()
         self._output = Writer()
+        self._holds = False  # the hosts were told to keep their output
         self._ends_now = False  # it was told so twice
         self._children: list[tuple[Host, subprocess.Popen[bytes]]] = []
         self._errors: dict[int, bytes] = {}  # what the transport itself said, by node
@@ -286,7 +287,11 @@ class _Hub(Hub):
             self.home.stop()
 
     def _beat(self) -> Message:
-        return {**super()._beat(), "hold": self._output.waits > _MOST_OUTPUT}
+        self._holds = self._output.waits > _MOST_OUTPUT
+        return {**super()._beat(), "hold": self._holds}
+
+    def _is_due(self) -> bool:
+        return super()._is_due() or self._holds != (self._output.waits > _MOST_OUTPUT)
 
     def close(self) -> None:
         super().close()

@@ -91,15 +91,25 @@ class Spoke(Link):
         self._listen_to(line, lambda: self._hear(line))
 
     def _run(self) -> None:
+        try:
+            self._take_part()
+        finally:
+            if self._line is not None:
+                self._line.close()
+
+    def _take_part(self) -> None:
         self._call()
         while not self._closing:
-            self._turn(BEAT)
+            self._turn()
             if self._line is None:
                 self._call()
                 continue
             line = self._line
             self._send_mail(line)
-            line.send(**self._beat())
+            if self._is_due():
+                line.send(**self._beat())
+            else:
+                line.flush()
             silence = self._silence(line)
             if silence is None:
                 continue
