@@ -115,7 +115,7 @@ def steps_since_start(folder: Path) -> int:
     """Steps that rank 0 has done since it was last started."""
     path = folder / "run0" / "events" / "rank-0.jsonl"
     kinds = [event["kind"] for event in read_events(path)] if path.exists() else []
-    return kinds[::-1].index("prepare") if "prepare" in kinds else 0
+    return kinds[::-1][: kinds[::-1].index("prepare")].count("step") if "prepare" in kinds else 0
 
 
 def kill_launcher(made: Hosts, host: int) -> None:
