@@ -30,8 +30,8 @@ from evenstep.train.fingerprint import (
     to_hex,
     total,
 )
-from evenstep.train.leaves import join_path
 from evenstep.train.pieces import Elsewhere, Piece, Span, holders, is_whole, piece
+from evenstep.train.plain_values import join_path
 
 _SHARE = 24  # bytes of a Share; what has parts says more
 ELSEWHERE_MARK = "elsewhere"  # what `by_path` says of what lies on other processes

@@ -18,10 +18,10 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from evenstep.errors import PeerFailed, UsageError
+from evenstep.errors import UsageError
 from evenstep.plan.schedule import StepPlan
 from evenstep.plan.sizes import largest_that_fits, micro_batch_sizes
-from evenstep.train.meeting import Meeting
+from evenstep.train.meeting import Meeting, peer_failed
 from evenstep.train.models import Models, buffers
 from evenstep.train.options import Options, workers
 from evenstep.train.statistics import needs_several
@@ -131,10 +131,7 @@ class Search:
             raise error
         for rank, answer in enumerate(answers):
             if answer["failed"] is not None:
-                raise PeerFailed(
-                    f"rank {rank} failed while it tried micro-batches: {answer['failed']}",
-                    do=f"see the log of rank {rank}",
-                )
+                raise peer_failed(rank, f"failed while it tried micro-batches: {answer['failed']}")
         least = min(answers, key=lambda answer: answer["size"] or 0)
         if least["size"] is None:
             raise _too_little(answers.index(least), Need(*least["need"]))

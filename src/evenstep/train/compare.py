@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from evenstep.errors import EvenstepError, UsageError
-from evenstep.train.leaves import join_path
+from evenstep.train.plain_values import join_path
 
 # Under which a checkpoint keeps the model, beside its optimizer and other things.
 _MODEL_KEYS = ("state_dict", "model", "model_state_dict", "model_state", "module", "weights", "params", "net")

@@ -25,6 +25,7 @@ from evenstep.train.data.samples import MicroBatch
 from evenstep.train.data.stream import Stream
 from evenstep.train.data.stream_identity import refuse_alike
 from evenstep.train.entries import packed, unpacked
+from evenstep.train.meeting import peer_failed
 from evenstep.train.state import decode_tree, encode_tree
 
 Pair = tuple[float, float]
@@ -120,7 +121,7 @@ def _together(calls: Calls, kind: str, work: Callable[[], bytes]) -> list[bytes]
     answers = exchange(done)
     for rank, answer in enumerate(answers):
         if answer[:1] == b"-":
-            raise PeerFailed(f"rank {rank} failed in {kind}: {answer[1:].decode()}", do=f"see the log of rank {rank}")
+            raise peer_failed(rank, f"failed in {kind}: {answer[1:].decode()}")
     return [answer[1:] for answer in answers]
 
 

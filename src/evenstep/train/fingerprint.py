@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.train.leaves import encode_leaf, join_path
 from evenstep.train.pieces import Elsewhere, is_whole
+from evenstep.train.plain_values import encode_leaf, join_path
 from evenstep.train.state import check_tensor
 
 _Words = np.ndarray[Any, np.dtype[np.uint64]]

@@ -53,6 +53,11 @@ def by_value(said: Iterable[str]) -> dict[str, list[int]]:
     return ranks
 
 
+def peer_failed(rank: int, what: str) -> PeerFailed:
+    """What the others raise where `rank` has said that it failed."""
+    return PeerFailed(f"rank {rank} {what}", do=f"see the log of rank {rank}")
+
+
 def lost_contact(rank: int, error: BaseException, when: str) -> PeerFailed:
     """What `error`, of torch.distributed on `rank`, comes down to: another process has gone."""
     said = f"rank {rank} lost contact with another process {when}"

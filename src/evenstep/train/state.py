@@ -16,8 +16,8 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from evenstep.errors import CheckpointError, UsageError
-from evenstep.train.leaves import decode_leaf, encode_leaf, is_plain, is_text, join_path, refused
 from evenstep.train.pieces import Elsewhere, is_dense, is_known, is_whole, like, memory, piece
+from evenstep.train.plain_values import decode_leaf, encode_leaf, is_plain, is_text, join_path, refused
 from evenstep.train.tensor_file import Entry, in_file_order, is_kept, raw_parts, write_tensors
 
 SCHEMA = 1

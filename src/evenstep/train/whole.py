@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from evenstep.errors import LossError, PeerFailed, UsageError
+from evenstep.errors import LossError, UsageError
 from evenstep.train.batch import tensors, to_device
 from evenstep.train.casts import no_cast_cache
 from evenstep.train.loss import naming_nondeterministic
+from evenstep.train.meeting import peer_failed
 from evenstep.train.models import buffers
 from evenstep.train.purity import Untouched, refuse_strangers
 from evenstep.train.state import decode_tree, encode_tree
@@ -176,7 +177,7 @@ class Whole:
         if not alone:
             for rank, answer in enumerate(answers):
                 if answer[:1] == b"-":
-                    raise _peer_failed(rank, step.number, answer[1:].decode())
+                    raise peer_failed(rank, f"failed in step {step.number}: {answer[1:].decode()}")
             rows = [(i, to_device(nest, step._device)) for answer in answers for i, nest in decode_tree(answer[1:])]
         found = dict(sorted(rows, key=lambda row: row[0]))
         forms = {i: _form(nest) for i, nest in found.items()}
@@ -251,7 +252,7 @@ class Whole:
             raise error
         for rank, answer in enumerate(answers):
             if answer["failed"] is not None:
-                raise _peer_failed(rank, step.number, answer["failed"])
+                raise peer_failed(rank, f"failed in step {step.number}: {answer['failed']}")
             there, here = answers[0]["loss"], answer["loss"]
             if here != there:
                 raise LossError(
@@ -341,7 +342,3 @@ def _near(one: Tensor, other: Tensor) -> bool:
     finite = other[other.isfinite()]
     size = float(finite.abs().max()) if finite.numel() else 0.0
     return torch.allclose(one, other, rtol=0.02, atol=0.02 * size, equal_nan=True)
-
-
-def _peer_failed(rank: int, step: int, reason: str) -> PeerFailed:
-    return PeerFailed(f"rank {rank} failed in step {step}: {reason}", do=f"see the log of rank {rank}")

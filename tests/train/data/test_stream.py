@@ -505,7 +505,7 @@ def test_what_cannot_be_read_at_the_start_is_named_on_every_process(tmp_path: Pa
         return f"{type(caught.value).__name__}: {caught.value.message}"
 
     told = "record 1 of lane 0 (epoch 0) could not be read: OSError: torn (on rank 1)"
-    assert run_ranks(body, 2) == [f"PeerFailed: rank 1: {told}", f"DataError: {told}"]
+    assert run_ranks(body, 2) == [f"PeerFailed: rank 1 cannot begin: {told}", f"DataError: {told}"]
 
 
 def test_a_collate_function_that_fails_is_named(tmp_path: Path) -> None:

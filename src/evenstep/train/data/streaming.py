@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from evenstep.errors import EvenstepError, PeerFailed, UsageError
+from evenstep.errors import EvenstepError, UsageError
 from evenstep.plan.grid import Grid
 from evenstep.plan.lanes import LaneSchedule, LaneStep, Place
 from evenstep.train.data.lane import Mark
@@ -28,7 +28,7 @@ from evenstep.train.data.stream_identity import (
     unpacked,
 )
 from evenstep.train.data.training_data import Turns
-from evenstep.train.meeting import Meeting
+from evenstep.train.meeting import Meeting, peer_failed
 from evenstep.train.options import Options
 
 _SLOW = 1.0  # seconds of reading again that are worth a line
@@ -92,7 +92,7 @@ class Streaming:
             raise error
         for rank, answer in enumerate(answers):
             if answer["failed"] is not None:
-                raise PeerFailed(f"rank {rank}: {answer['failed']}", do=f"see the log of rank {rank}")
+                raise peer_failed(rank, f"cannot begin: {answer['failed']}")
         for rank in [rank for rank, answer in enumerate(answers) if answer != answers[0]][:1]:
             said_parts = self._meeting.say("run.steps, what differs", self._parts, site="")
             first, other = unpacked(said_parts[0]), unpacked(said_parts[rank])
@@ -260,10 +260,7 @@ class Streaming:
             raise error
         for rank, answer in enumerate(answers):
             if answer["failed"] is not None:
-                raise PeerFailed(
-                    f"rank {rank} could not read the batch of step {place.number}: {answer['failed']}",
-                    do=f"see the log of rank {rank}",
-                )
+                raise peer_failed(rank, f"could not read the batch of step {place.number}: {answer['failed']}")
         lanes = {int(lane): values for answer in answers for lane, values in answer["lanes"].items()}
         for lane, (_, _, mark) in lanes.items():
             if mark is not None:
