@@ -249,3 +249,24 @@ def test_prefix_goes_before_whole_lines_only(tmp_path: Path) -> None:
         stream.log.close()
         os.close(source)
         os.close(out)
+
+
+def test_cursor_that_a_killed_process_has_hidden_is_shown_again(tmp_path: Path) -> None:
+    for pieces, end_of_it in (
+        ((b"bar \x1b[?2", b"5l half"), b"half\n\x1b[?25h"),
+        ((b"\x1b[?25lbar", b"\x1b[?25hdone"), b"done"),
+    ):
+        source, end = os.pipe()
+        out, terminal_end = os.pipe()
+        stream = Stream(source, Log(tmp_path / "log", "rank 0"), terminal_end, is_terminal=True)
+        try:
+            for piece in pieces:
+                os.write(end, piece)
+                assert stream.carry()
+            os.close(end)
+            assert not stream.carry()
+            assert os.read(out, 1000).endswith(end_of_it)
+        finally:
+            stream.log.close()
+            for descriptor in (source, out, terminal_end):
+                os.close(descriptor)

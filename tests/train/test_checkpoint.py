@@ -249,6 +249,8 @@ def test_a_module_that_an_optimizer_updates_must_be_prepared(tmp_path: Path) -> 
         optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
         with pytest.raises(UsageError, match=r"other was not prepared(.|\n)*other = run\.prepare\(other\)"):
             run.restore(model=model, other=other, optimizer=optimizer)
+        with pytest.raises(UsageError, match=r"model is a DataParallel(.|\n)*give the bare module"):
+            run.restore(model=nn.DataParallel(model), optimizer=optimizer)
 
 
 def test_the_checks_can_be_done_again_later(tmp_path: Path) -> None:

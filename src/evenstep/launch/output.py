@@ -22,6 +22,7 @@ Say = Callable[[str], None]
 """Prints one of our own lines for the user."""
 
 _LONGEST_LINE = 1 << 16  # a line is passed on at this length, ended or not
+_HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 
 
 class Log:
@@ -73,6 +74,8 @@ class Stream:
     by_line: bool = False  # whole lines only, so that several streams' lines do not mix on the terminal
     is_terminal: bool = False  # the process sees a terminal: `source` is a pty's master
     _line: bytes = field(default=b"", repr=False)
+    _last: bytes = field(default=b"", repr=False)  # the start of an escape sequence may be in it
+    _hidden: bool = field(default=False, repr=False)  # the process has hidden the terminal's cursor
 
     def carry(self) -> bool:
         """Pass on what is there. False at the end of the stream."""
@@ -85,9 +88,20 @@ class Stream:
         if data:
             self.log.append(data)
         text = self._whole_lines(data) if self.by_line else data
+        if self.is_terminal:
+            text += self._cursor_again(data)
         if self.terminal is not None and text and not write_all(self.terminal, text):
             self.terminal = None  # who read it is gone (`| head`); training goes on, and so does the log
         return bool(data)
+
+    def _cursor_again(self, data: bytes) -> bytes:
+        """What shows the cursor behind a progress bar again, at the end (no data) of a process that was killed."""
+        seen = self._last + data
+        hidden, shown = seen.rfind(_HIDE_CURSOR), seen.rfind(_SHOW_CURSOR)
+        if hidden != shown:
+            self._hidden = hidden > shown
+        self._last = seen[1 - len(_HIDE_CURSOR) :]
+        return b"\n" + _SHOW_CURSOR if self._hidden and not data else b""
 
     def _whole_lines(self, data: bytes) -> bytes:
         """Whole lines, prefixed; the rest is kept until its line, or the stream (no data), ends."""

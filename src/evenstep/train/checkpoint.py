@@ -107,6 +107,12 @@ class Saved:
         return any(thing is optimizer for thing in self.objects.values())
 
     def _check_models(self, objects: Mapping[str, Any]) -> None:
+        for name, thing in objects.items():
+            if isinstance(thing, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+                raise UsageError(
+                    f"{name} is a {type(thing).__name__}",
+                    do="leave that out and give the bare module: evenstep reduces its gradients itself",
+                )
         for k, model in enumerate(self.models.all):
             if not any(model is thing for thing in objects.values()):
                 raise UsageError(

@@ -72,7 +72,7 @@ class OptimizerWatch:
         trains = self._models.trained_by(optimizer, f"the {name} of this loop")
         if trains and self._restored and not self._saved.knows(optimizer):
             raise UsageError(
-                f"a {name} updates the model, and run.restore was not given it: a resume would start its state anew",
+                f"{name} updates the model, and run.restore was not given it: a resume would start its state anew",
                 do="run.restore(..., optimizer=optimizer)",
             )
         if trains and self._elementwise:
