@@ -79,6 +79,8 @@ def test_what_the_code_at_fault_uses_comes_first(tmp_path: Path) -> None:
     assert finding.name == "rank"
     assert finding.evidence[1:] == ("scale is 1.0 on 1 process and 0.5 here",)
     assert "scale is 1.0 undisturbed and 0.5 resumed" in of_resume("resumed", 3, where).evidence[1]
+    begun = Parting("before", names=("model.weight",))
+    assert [of_resume("resumed", step, begun).name for step in (1, 3)] == ["initialisation", "unsaved-state"]
     assert of_layout("2 processes", 1, Parting("loss", lines=lines, changed=changed), loaders=False).name == "state"
 
 

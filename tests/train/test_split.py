@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import evenstep
 from evenstep.errors import UsageError
+from evenstep.train.parallel.fan_out import Uses, in_order, refuse_other_order
 from evenstep.train.parallel.split import Split, split_model
 from evenstep.train.sizes import unit_sizes
 from tests.ranks import run_ranks
@@ -127,6 +129,61 @@ def test_an_operation_on_two_devices_is_explained() -> None:
     with pytest.raises(RuntimeError, match="on the same device") as caught:
         model(torch.ones(1, 2))
     assert "Apart is split over 2 devices: cpu:0 has 0" in caught.value.__notes__[0]
+
+
+class Several(nn.Module):
+    """What `first` returns is used by `second`, more than once, and again by the model."""
+
+    def __init__(self, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), second, nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.second(x, x, x)
+        found: Tensor = self.last(x + (y[0] if isinstance(y, tuple) else y))
+        return found
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, *x: Tensor) -> Tensor:
+        q, k, v = (part(y) for part, y in zip(self.parts, x, strict=True))
+        gated: Tensor = q.sigmoid() * k + v
+        return gated
+
+
+def test_a_tensor_with_several_uses_has_the_same_gradient_or_is_refused() -> None:
+    attention, gate = Several(nn.MultiheadAttention(8, 2)), Several(Gate())  # the first looks whether q is k and k is v
+    for model, exact in ((attention, True), (gate, False)):
+        alone, x = copy.deepcopy(model), torch.rand(3, 5, 8)
+        split(model, {"second": "cpu:1", "last": "cpu:1"})
+        losses = [m(x).square().sum() for m in (model, alone)]
+        refuse_other_order(losses[1])
+        if exact:
+            refuse_other_order(losses[0])
+        else:
+            with pytest.raises(UsageError, match="moved to another device for second is used several times"):
+                refuse_other_order(losses[0])
+        for loss in losses:
+            loss.backward()
+        grads = [[p.grad for p in m.parameters() if p.grad is not None] for m in (model, alone)]
+        assert all(map(torch.equal, *grads)) == exact
+    orders: list[tuple[Uses, bool]] = [
+        ([[3, 2, 1]], True),
+        ([[3, 2], 1], True),
+        ([2, [1]], True),
+        ([3, [2], [1]], True),
+        ([[2], [3, 1]], False),
+        ([3, [2, 1]], False),
+        ([[2], 3, 1], False),
+        ([[[5], [4, 3]], 1], False),
+    ]
+    for uses, same in orders:
+        assert in_order(uses) == same, uses
 
 
 def test_balanced_by_size() -> None:

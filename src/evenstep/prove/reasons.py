@@ -200,7 +200,9 @@ def of_resume(layout: str, step: int, where: Parting) -> Finding:
     names = sorted(where.values, key=lambda name: not _is_used(where, name))
     pairs = [(name, *where.values[name]) for name in names]
     values = [f"before the step, {name} is {a} undisturbed and {b} resumed" for name, a, b in pairs]
-    return _finding("unsaved-state", layout, step, where, [_place(where), *values, *_changes(where.changed)])
+    began = step == 1 and where.place == "before"  # before anything was saved
+    name = "initialisation" if began else "unsaved-state"
+    return _finding(name, layout, step, where, [_place(where), *values, *_changes(where.changed)])
 
 
 def of_layout(layout: str, step: int, where: Parting, *, loaders: bool) -> Finding:

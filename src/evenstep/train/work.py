@@ -22,6 +22,7 @@ from evenstep.train.compiling import any_compiled, naming_shapes, uncompiled
 from evenstep.train.lockstep import HANDED_OVER
 from evenstep.train.loss import Evaluated, Leaf, LossFn, additive, evaluating, leaf, naming_nondeterministic
 from evenstep.train.models import buffers, modules
+from evenstep.train.parallel.fan_out import refuse_other_order
 from evenstep.train.purity import Untouched, refuse_strangers, refusing_gradients
 from evenstep.train.reduce import Leaves
 from evenstep.train.statistics import Change, Statistics, mixes_samples, refuse_statistics
@@ -184,6 +185,7 @@ class Work:
         total = found.total
         if self.first and not self.leaves:
             refuse_strangers(total, self.known.union(id(p) for _, p in step._models.parameters()))
+            refuse_other_order(total)
         self.graph = self.graph or total.requires_grad
         self.leaves[i] = Leaf(total.detach(), found.value, found.weight, found.metrics)
         return step._precision.scaled(total, found.weight)

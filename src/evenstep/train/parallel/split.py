@@ -22,6 +22,7 @@ from evenstep.errors import UsageError
 from evenstep.plan.balance import balance
 from evenstep.train.batch import map_tensors, tensors
 from evenstep.train.options import Asked, Devices
+from evenstep.train.parallel.fan_out import mark_move
 from evenstep.train.randomness import blocks
 from evenstep.train.sizes import refuse_fewer, unit_sizes
 
@@ -35,6 +36,7 @@ class Split:
     places: dict[str, int]
     bytes: list[int]
     """Of parameters and buffers, on each device."""
+    exact: bool = True
     moves: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -53,19 +55,24 @@ class Split:
         """Has `model`, or a copy of it that lies on `devices`, move its activations."""
         for name, place in self.places.items():
             unit = model.get_submodule(name)
-            unit.register_forward_pre_hook(_Move(self, place, devices[place]), with_kwargs=True)
+            unit.register_forward_pre_hook(_Move(self, place, devices[place], name), with_kwargs=True)
             if devices[place].type == "cpu":
                 unit.register_forward_hook(_Mark(place))
         model.register_forward_hook(_Return(self, devices[0]), always_call=True)
 
-    def moved(self, nest: Any, place: int, device: torch.device) -> Any:
-        """`nest` with its tensors on `device`."""
-        away = sum(_place_of(t, place, device) != place for t in tensors(nest))
+    def moved(self, nest: Any, place: int, device: torch.device, unit: str) -> Any:
+        """`nest` with its tensors on `device`, for `unit`. One that is there twice is one tensor afterwards too: what
+        a module computes may depend on that, as in nn.MultiheadAttention."""
+        away = {id(t): t for t in tensors(nest) if _place_of(t, place, device) != place}
         if not away:
             return nest
         with self._lock:
-            self.moves += away
-        return map_tensors(nest, lambda t: t if _place_of(t, place, device) == place else t.to(device))
+            self.moves += len(away)
+        copies = {key: t.to(device) for key, t in away.items()}
+        if self.exact:
+            for copy in copies.values():
+                mark_move(copy, unit)
+        return map_tensors(nest, lambda t: copies.get(id(t), t))
 
 
 def _size(count: int) -> str:
@@ -118,11 +125,11 @@ class _Nothing(_Hook):
 class _Move(_Hook):
     """The arguments go to where the unit is."""
 
-    def __init__(self, split: Split, place: int, device: torch.device) -> None:
-        self._split, self._place, self._device = split, place, device
+    def __init__(self, split: Split, place: int, device: torch.device, unit: str) -> None:
+        self._split, self._place, self._device, self._unit = split, place, device, unit
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        moved: tuple[Any, Any] = self._split.moved((args, kwargs), self._place, self._device)
+        moved: tuple[Any, Any] = self._split.moved((args, kwargs), self._place, self._device, self._unit)
         return moved
 
 
@@ -152,7 +159,7 @@ class _Return(_Hook):
                     "several devices return: put these on one, with run.prepare(model, devices={submodule: device})"
                 )
             return None
-        return self._split.moved(output, 0, self._device)
+        return self._split.moved(output, 0, self._device, "what the model returns")
 
 
 def _place_of(tensor: Tensor, place: int, device: torch.device) -> int:
@@ -182,7 +189,7 @@ def split_model(model: nn.Module, asked: Devices, home: torch.device, exact: boo
         if len(set(devices)) < len(devices) or len(devices) == 0:
             raise UsageError(f"devices={list(map(str, devices))}, expected one or more different devices")
         places = _balanced(model, len(devices), example)
-    split = Split(devices, places, _put(model, devices, places))
+    split = Split(devices, places, _put(model, devices, places), exact)
     split.hook(model, devices)
     return split
 
