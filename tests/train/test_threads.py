@@ -261,9 +261,9 @@ def test_refused(training: Callable[..., Any]) -> None:
 
         return loss_fn
 
-    with pytest.raises(LossError, match="draws from numpy's global generator"):
+    with pytest.raises(UsageError, match="draws from numpy's global generator"):
         training(drawing(lambda: float(np.random.rand())))
-    with pytest.raises(LossError, match="draws from Python's random module"):
+    with pytest.raises(UsageError, match="draws from Python's random module"):
         training(drawing(random.random))
     with pytest.raises(UsageError, match="hook that runs after the gradient of"):
         training(plain, lambda model: model.last.bias.register_post_accumulate_grad_hook(lambda p: None))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenstep.errors import LossError
+from evenstep.errors import UsageError
 
 
 class Own:
@@ -99,12 +99,12 @@ def installed() -> Iterator[None]:
 
 @contextmanager
 def shared_left_alone() -> Iterator[None]:
-    """LossError, by name, if a generator that threads share was used inside."""
+    """UsageError, by name, if a generator that threads share was used inside."""
     before = _shared()
     yield
     drawn = [name for name, state in _shared().items() if state != before[name]]
     if drawn:
-        raise LossError(
+        raise UsageError(
             f"the loss draws from {' and '.join(drawn)}, which all thread replicas share, so what each one gets would "
             "depend on their speed",
             do="draw with torch's functions (torch.rand, torch.randperm, ...), draw in the data set or in collate, or "

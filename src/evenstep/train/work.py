@@ -185,7 +185,7 @@ class Work:
         total = found.total
         if self.first and not self.leaves:
             refuse_strangers(total, self.known.union(id(p) for _, p in step._models.parameters()))
-            refuse_other_order(total)
+        refuse_other_order(total)
         self.graph = self.graph or total.requires_grad
         self.leaves[i] = Leaf(total.detach(), found.value, found.weight, found.metrics)
         return step._precision.scaled(total, found.weight)

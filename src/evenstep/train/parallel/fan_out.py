@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ _UNIT = "evenstep_unit"
 Uses = list["int | Uses"]
 """Of a tensor, the last computed first, as autograd adds their gradients: the number of an operation, or the uses of a
 copy on another device."""
+_thread = threading.local()  # .moved: something was, since the last look at a graph
 
 
 def mark_move(copy: Tensor, unit: str) -> None:
@@ -19,10 +21,14 @@ def mark_move(copy: Tensor, unit: str) -> None:
     node: Any = copy.grad_fn  # torch declares metadata as a method
     if node is not None:
         node.metadata[_UNIT] = unit
+        _thread.moved = True
 
 
 def refuse_other_order(loss: Tensor) -> None:
     """UsageError where the graph of `loss` adds the gradients of a tensor in another order than without moves."""
+    if not getattr(_thread, "moved", False):
+        return
+    _thread.moved = False
     users: dict[tuple[Any, int], list[Any]] = {}
     moves: list[tuple[Any, str]] = []
     seen: set[Any] = {loss.grad_fn}
