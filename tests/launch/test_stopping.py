@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from evenstep.launch import taking
+from evenstep.record.activity import SCRIPT as OWN_CODE
+from evenstep.record.activity import Doing, read_activity
 from evenstep.record.events import read_events
 from tests.launch.launching import eventually, launched, training, write_script
 
@@ -44,6 +46,24 @@ def test_the_step_is_finished_and_a_checkpoint_written(tmp_path: Path) -> None:
         assert "is written" in done.err
         assert not launch.alive()
         assert len(list(launch.paths.checkpoints.iterdir())) == 1
+
+
+def test_who_cannot_come_to_the_end_of_its_step_is_named(tmp_path: Path) -> None:
+    """A barrier on rank 0 alone, as is left behind in scripts that come from DDP."""
+    barrier = "if run.rank == 0: torch.distributed.barrier()"
+    write_script(tmp_path, training(start="", epochs="3", stepped=barrier))
+    with launched(tmp_path, "--processes", 2, "script.py") as launch:
+        stuck = Doing(1, OWN_CODE)
+        assert eventually(lambda: read_activity(launch.paths.activity(0)) == stuck)
+        assert eventually(lambda: str(read_activity(launch.paths.activity(1))).startswith("in step 2"))
+        launch.popen.send_signal(signal.SIGINT)
+        assert launch.popen.stderr is not None
+        said = next(line for line in launch.popen.stderr if "5 s after SIGINT" in line)
+        assert "rank 0 was in step 1, in the script's own code; rank 1 was in step 2, " in said
+        assert "once more ends all at once" in said
+        launch.popen.send_signal(signal.SIGINT)
+        assert launch.wait().code == 130
+        assert not launch.alive()
 
 
 def test_an_echo_is_no_second_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from evenstep.launch.output import Log, Say, Stream, open_streams, resize
 from evenstep.launch.port import reserve_port
 from evenstep.launch.prepare import environment_for, locked, prepare_logs, see_descriptors
 from evenstep.launch.restarts import Restarts, Verdict
+from evenstep.launch.standstill import AFTER, Standstill
 from evenstep.launch.taking import Echo, signals_to
 from evenstep.launch.undo import take_back
 from evenstep.launch.warm import Server, Warm, spared
@@ -37,6 +38,8 @@ from evenstep.record.uncaught import error_path, read_uncaught
 _VERDICT = 3.0  # seconds in which it is learned whose failure was the first, of several hosts
 _LAST_WORDS = 0.5  # seconds to read what is left in the pipes, once every process has ended
 _TICK = 0.2  # seconds
+_LOOK = 1.0  # seconds between two looks at what the processes are doing
+_LATE = 5.0  # seconds after a request to stop until it is told who has not stopped yet
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGWINCH, signal.SIGTSTP)
 _LAUNCHER_RANK = -1  # in the launcher's own events
 
@@ -159,6 +162,9 @@ class _Launch:
         self._started = False
         self._done = False
         self._signal: int | None = None
+        self._late: float | None = None  # when it is told who has not stopped yet
+        self._next_look = 0.0
+        self._standstill = Standstill()
         self._echo = Echo()
         self._server: Server | None = None
         self._refusal: UsageError | None = None
@@ -307,10 +313,11 @@ class _Launch:
             pending = b""
             last: float | None = None
             while selector.get_map() and (last is None or time.monotonic() < last):
-                wait = None if last is None else max(0.0, last - time.monotonic())
+                wait = _LOOK if last is None else max(0.0, last - time.monotonic())
+                self._tell_who_waits()
                 if self._tick is not None:
                     self._tick()
-                    wait = min(_TICK, _TICK if wait is None else wait)
+                    wait = min(_TICK, wait)
                 for key, _ in selector.select(wait):
                     if key.data is not None:
                         if not key.data.carry():
@@ -325,6 +332,21 @@ class _Launch:
                     *lines, pending = (pending + data).split(b"\n")
                     for line in lines:
                         self._take(json.loads(line))
+
+    def _tell_who_waits(self) -> None:
+        """Of processes that do not go on: where each is."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK
+        ended = {one.rank for one in self._exits}
+        doings = {rank: doing for rank, doing in self._doings().items() if rank not in ended}
+        if self._late is not None and now > self._late and doings:
+            self._late = None
+            name = signal.Signals(self._signal or signal.SIGINT).name
+            self._say(f"{_LATE:.0f} s after {name}: {doing_text(doings)}; once more ends all at once")
+        if self._standstill.look(doings, now):
+            self._say(f"nothing has moved for {AFTER:.0f} s: {doing_text(doings)}")
 
     def _take(self, event: dict[str, Any]) -> None:
         kind = event.pop("event")
@@ -405,6 +427,7 @@ class _Launch:
         elif again:
             self._command(kill=True)
         else:
+            self._late = time.monotonic() + _LATE
             self._command(stop=int(number))
             with suppress(OSError):
                 os.write(2, b"\nevenstep: stopping (once more: at once)\n" if number == signal.SIGINT else b"")
