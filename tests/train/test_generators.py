@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from evenstep.errors import LossError
+from evenstep.errors import UsageError
 from evenstep.train import generators
 from evenstep.train.generators import Own, cpu_generator, drawing_from, installed, shared_left_alone
 
@@ -237,5 +237,5 @@ def test_shared_generators_are_watched() -> None:
     with shared_left_alone():
         pass
     for draw, name in ((random.random, "Python's random"), (np.random.rand, "numpy's"), (torch.rand, "torch.default")):
-        with pytest.raises(LossError, match=name), shared_left_alone():
+        with pytest.raises(UsageError, match=name), shared_left_alone():
             draw(1) if draw is torch.rand else draw()
