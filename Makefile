@@ -10,8 +10,8 @@ CODE := src tests examples demo bench
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with evenstep and all it needs"
-	@echo "make demo       trains digits on 1, 2 and 3 processes, once killed and resumed: one model (3 minutes on two idle cores)"
-	@echo "make test       lint, types, layers and the whole test suite (half an hour on two cores)"
+	@echo "make demo       trains digits on 1, 2 and 3 processes, once killed and resumed: one model (2 minutes on two idle cores)"
+	@echo "make test       lint, types, layers and the whole test suite (20 minutes on two idle cores)"
 	@echo "make test-fast  the test suite without the tests marked slow"
 	@echo "make layouts    writes docs/layouts.md anew: which layouts give the same model"
 	@echo "make docs       the documentation as a site, in site/"

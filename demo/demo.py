@@ -56,7 +56,7 @@ def main() -> int:
     console.print(
         "examples/digits.py on 1, 2 and 3 processes, then killed on 2 and resumed on 3.\n"
         "demo/digits_ddp.py, hand-written DistributedDataParallel, on 1, 2 and 3.\n"
-        "It takes 3 minutes on two idle cores.\n",
+        "It takes a minute and a half on two idle cores.\n",
         highlight=False,
     )
     with tempfile.TemporaryDirectory(prefix="evenstep-demo-") as folder:
