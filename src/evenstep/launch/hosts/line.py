@@ -7,9 +7,11 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 GREETING = b"\nevenstep node\n"  # of a process that another launcher has started
+_THIN_LINEAR_TIMEOUTS = 16  # TCP_THIN_LINEAR_TIMEOUTS of Linux, tcp(7)
 _LONGEST = 1 << 20  # bytes that may wait to be sent
 
 Message = dict[str, Any]
@@ -87,4 +89,6 @@ class Line:
 def socket_line(sock: socket.socket) -> Line:
     """A line over a connected socket, which it owns from now on."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with suppress(OSError):  # after a short cut of the cable: try again at once, not after ever longer waits
+        sock.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
     return Line(sock.fileno(), sock.fileno(), sock.close)
