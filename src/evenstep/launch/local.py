@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.environment import LAUNCH, Settings
-from evenstep.errors import EvenstepError, MachineError, UsageError
+from evenstep.errors import MachineError, UsageError
 from evenstep.launch import fork_server, kinship
 from evenstep.launch.failures import Exit, Failure, ended_before
 from evenstep.launch.job import Job, Part, Script, all_of_it, to_json
@@ -28,7 +28,7 @@ from evenstep.launch.prepare import environment_for, locked, prepare_logs, see_d
 from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.standstill import AFTER, Standstill
 from evenstep.launch.taking import Echo, signals_to
-from evenstep.launch.undo import take_back
+from evenstep.launch.undo import taken_back_if_refused
 from evenstep.launch.warm import Server, Warm, spared
 from evenstep.record.activity import Doing, read_activity
 from evenstep.record.events import EventWriter
@@ -109,7 +109,7 @@ def run_part(
     has one for all hosts. `warm` saves the imports. `tick` is called a few times a second.
     """
     with ExitStack() as stack:
-        stack.push(lambda kind, error, trace: _take_back_refused(error, paths, made))
+        stack.enter_context(taken_back_if_refused(paths, made))
         see_descriptors(part.processes)
         prepare_logs(paths, part.ranks)
         script = work.script
@@ -127,11 +127,6 @@ def run_part(
         arguments = list(script.arguments)
         events.emit("launch", script=script.name, arguments=arguments, processes=part.processes, tag=part.tag)
         return _Launch(job, others, logs, streams, events, work.say, warm, tick).run()
-
-
-def _take_back_refused(error: BaseException | None, paths: RunPaths, made: Sequence[Path]) -> None:
-    if isinstance(error, EvenstepError):  # all of them come before the first process
-        take_back(paths, made)
 
 
 class _Launch:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from evenstep.errors import EvenstepError
 from evenstep.record.paths import RunPaths
 
 
@@ -17,6 +18,16 @@ def absent(folder: Path) -> tuple[Path, ...]:
             break
         missing.append(place)
     return tuple(missing)
+
+
+@contextmanager
+def taken_back_if_refused(paths: RunPaths, made: Sequence[Path]) -> Iterator[None]:
+    """Does `take_back` after an error of evenstep's inside, all of which come before the first process."""
+    try:
+        yield
+    except EvenstepError:
+        take_back(paths, made)
+        raise
 
 
 def take_back(paths: RunPaths, made: Sequence[Path]) -> None:

@@ -31,7 +31,7 @@ from evenstep.launch.others import Fault
 from evenstep.launch.output import Say, Writer
 from evenstep.launch.restarts import Restarts, Verdict
 from evenstep.launch.taking import Echo, signals_to
-from evenstep.launch.undo import take_back
+from evenstep.launch.undo import taken_back_if_refused
 from evenstep.record.paths import RunPaths
 from evenstep.record.publish import write_whole
 
@@ -122,7 +122,7 @@ def _run_once(
 ) -> Ended:
     """One start on all hosts, to its end."""
     with ExitStack() as stack:
-        stack.push(lambda kind, error, trace: take_back(paths, made) if isinstance(error, EvenstepError) else None)
+        stack.enter_context(taken_back_if_refused(paths, made))
         probe = paths.root / f"probe-{secrets.token_hex(4)}"
         probe.touch()
         stack.callback(probe.unlink, missing_ok=True)

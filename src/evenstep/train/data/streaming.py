@@ -51,7 +51,7 @@ class Streaming:
         pin: bool,
         say: Callable[[str], None],
     ) -> None:
-        self.data = self.stream = stream
+        self.data = stream
         self.schedule = schedule
         self._seed, self._shuffle, self._meeting = seed, shuffle, meeting
         self._grid, self._mine = grid, grid.leaves(schedule.lanes.count, meeting.rank)
@@ -105,7 +105,7 @@ class Streaming:
         begins = not self._place.turn and not self.over
         others = [(lane, self._place.epoch) for lane in self._elsewhere()] if begins else []
         first, again, *seen = begin(
-            self.stream,
+            self.data,
             self.schedule.lanes.count,
             [(0, 0), (0, 0), *others],
             seed=self._seed,
@@ -134,9 +134,9 @@ class Streaming:
     def _known(self) -> dict[str, Any]:
         """What is known of the stream before it is read."""
         return {
-            "source": self.stream.source.about(),
+            "source": self.data.source.about(),
             "lanes": self.schedule.lanes.count,
-            "block": self.stream.block,
+            "block": self.data.block,
             "shuffle": self._shuffle,
         }
 
@@ -169,8 +169,8 @@ class Streaming:
         return self.schedule.lanes.count
 
     def lines(self) -> list[str]:
-        lanes, source = self.schedule.lanes, self.stream.source
-        shuffled = f"shuffled in blocks of {self.stream.block}" if self._shuffle else "in order"
+        lanes, source = self.schedule.lanes, self.data.source
+        shuffled = f"shuffled in blocks of {self.data.block}" if self._shuffle else "in order"
         what = f"stream {source.about()}: {lanes.count} lanes of {lanes.micro_batch} samples a step, {shuffled}"
         if self._loaders > len(self._mine):
             what += f"; {len(self._mine)} loader processes of {self._loaders}: one for each lane of this process"
@@ -182,7 +182,7 @@ class Streaming:
         if not turn:
             return []
         left = [lane for lane in range(self.schedule.lanes.count) if lane not in self._ended]
-        block, size = self.stream.block, self.schedule.lanes.micro_batch
+        block, size = self.data.block, self.schedule.lanes.micro_batch
         again = [self._again(lane, turn) for lane in left]
         seeks = sum(lane in self._marks and self._marks[lane].state is not None for lane in left)
         how = f"{seeks} of {len(left)} lanes go on from a mark" if seeks else "the source cannot seek"
@@ -192,7 +192,7 @@ class Streaming:
         ]
 
     def _again(self, lane: int, turn: int) -> int:
-        position, block = turn * self.schedule.lanes.size(lane), self.stream.block
+        position, block = turn * self.schedule.lanes.size(lane), self.data.block
         whole = -(-position // block) * block
         mark = self._marks.get(lane)
         return whole - (mark.block * block if mark is not None and mark.state is not None else 0)
@@ -202,7 +202,7 @@ class Streaming:
     @contextmanager
     def turns(self) -> Iterator[Turns]:
         samples = LaneSamples(
-            self.stream,
+            self.data,
             self.schedule.lanes,
             seed=self._seed,
             shuffle=self._shuffle,
